@@ -1,0 +1,67 @@
+"""A byte-level BPE tokenizer, trained on the run's own text, with the special tokens that Ouro and SmolLM2 use.
+
+Byte-level means lossless: every string of Unicode text is encoded, and decoding gives back the same bytes.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from looplm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2, as in Ouro's vocabulary
+MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256  # below it some byte would have no token
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Train a byte-level BPE on `texts` and return it ready for a checkpoint directory.
+
+    Digits are single tokens and words split as in GPT-2, both as in SmolLM2. `<|endoftext|>` is the beginning, end
+    and padding token; the chat template is ChatML.
+
+    Args:
+        texts: the training text, any number of pieces.
+        vocab_size: tokens in all, the three special ones and the 256 bytes included. Text too small to justify that
+            many merges gives a smaller vocabulary (`len(tokenizer)` tells).
+
+    Raises:
+        UserError: `vocab_size` has no room for every byte.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UserError(
+            f"A vocabulary of {vocab_size} tokens is too small: a byte-level tokenizer needs {MIN_VOCAB_SIZE} for "
+            "the 256 bytes and the special tokens. Give a larger vocab_size."
+        )
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,105 @@
+"""The architecture of a looped language model, as one frozen, validated dataclass."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+NormPlacement = Literal["ouro", "pre", "post", "sandwich", "magic"]
+FinalNorm = Literal["rms", "frms", "none"]
+LoopState = Literal["normed", "raw"]
+Injection = Literal["none", "scalar", "add", "concat"]
+
+
+@dataclass(kw_only=True, frozen=True)
+class LoopedConfig:
+    """Shape and wiring of a :class:`~looplm.model.looped.LoopedTransformer`.
+
+    Field names follow the Hugging Face convention where one exists. Raises ``ValueError`` on
+    construction when a value is impossible; every message says which field and what is allowed.
+    """
+
+    vocab_size: int
+    """V, rows of the embedding."""
+    hidden_size: int
+    """D."""
+    intermediate_size: int
+    """Width of the SwiGLU feed-forward."""
+    num_hidden_layers: int
+    """L, layers of the core: the stack that is applied `num_loops` times."""
+    num_attention_heads: int
+    """H."""
+    num_key_value_heads: int
+    """K; divides H."""
+    head_dim: int
+    """d."""
+    num_loops: int = 4
+    """R, the depth the model was trained for; a call may ask for another one."""
+    num_prelude_layers: int = 0
+    """Layers run once, before the first loop (Huginn's prelude)."""
+    num_coda_layers: int = 0
+    """Layers run once, after the last loop, before the LM head (Huginn's coda)."""
+    norm_placement: NormPlacement = "ouro"
+    """ouro: x + N2(F(N1 x)); pre: x + F(N x); post: N(x + F x); sandwich: N2(x + F(N1 x));
+    magic: pre with parameter-free norms, and one more at the exit of the core (facts 8)."""
+    final_norm: FinalNorm = "rms"
+    """Norm after every loop: rms, frms (no learned scale) or none."""
+    loop_state: LoopState = "normed"
+    """What the next loop reads: the normed state (Ouro) or the raw one. Gate and head always read the normed one."""
+    injection: Injection = "none"
+    """How the input embedding enters loops 2..R."""
+    lora_rank: int = 0
+    """Rank of the per-loop LoRA banks on q, k, v, o, gate, up and down; 0 for none."""
+    lora_alpha: float = 32.0
+    """LoRA scale is alpha / rank."""
+    attention_bias: bool = False
+    """Bias on q, k and v (Qwen2)."""
+    attention_output_bias: bool = False
+    """Bias on o (Llama's attention_bias sets both)."""
+    mlp_bias: bool = False
+    """Bias on gate, up and down."""
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k, before RoPE (Qwen3)."""
+    tie_word_embeddings: bool = False
+    """Whether the LM head is the embedding matrix."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    max_position_embeddings: int = 4096
+    """Longest context, tokens."""
+    initializer_range: float = 0.02
+    """Standard deviation of every weight matrix at the start."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+            "head_dim num_loops max_position_embeddings rms_norm_eps rope_theta lora_alpha"
+        )
+        for name in positive.split():
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be positive.")
+        for name in ("num_prelude_layers", "num_coda_layers", "lora_rank", "initializer_range"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be negative.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embeddings need an even one.")
+        for name, allowed in (
+            ("norm_placement", NormPlacement),
+            ("final_norm", FinalNorm),
+            ("loop_state", LoopState),
+            ("injection", Injection),
+        ):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(allowed))}.")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with their own weights: prelude, core and coda."""
+        return self.num_prelude_layers + self.num_hidden_layers + self.num_coda_layers
+
+    def effective_depth(self, num_loops: int | None = None) -> int:
+        """Layers a token passes at `num_loops` loops (R when None): prelude + R * core + coda."""
+        loops = self.num_loops if num_loops is None else num_loops
+        return self.num_prelude_layers + loops * self.num_hidden_layers + self.num_coda_layers
