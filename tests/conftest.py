@@ -1,4 +1,4 @@
-"""What every test stands on: no network, one thread per worker, fixed seeds, shapes checked."""
+"""What every test stands on: no network, one thread per worker, fixed seeds."""
 
 import os
 import random
@@ -13,14 +13,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import numpy as np
 import pytest
 import torch
-from jaxtyping import install_import_hook
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
-
-# Shape annotations are checked from here on. jaxtyping's own pytest option would do the same, but
-# pytest-xdist does not hand `addopts` to its workers, where it would silently check nothing.
-install_import_hook(["looplm.model", "looplm.objectives", "looplm.inference"], "beartype.beartype")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -16,7 +16,7 @@ def test_import_looplm_is_instant():
 
 
 def test_shape_annotations_are_checked_in_tests():
-    """Guards the import hook of conftest.py: without it, every annotation in the package is only a comment."""
+    """Guards the pytest option in pyproject.toml: without it, every annotation in the package is only a comment."""
     from looplm.model.gate import exit_pdf
 
     with pytest.raises(TypeCheckError):

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from looplm.data.documents import Document, hash_fraction
+from looplm.data.documents import HELD_OUT_FRACTION, Document, hash_fraction, is_held_out
 from looplm.errors import UserError
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -51,8 +51,8 @@ def load_stdlib_text(max_bytes: int | None = None) -> StdlibText:
     """Read the standard library of the running Python, as the module's docstring describes.
 
     Args:
-        max_bytes: keep no more than this many bytes: a sample of the documents, drawn by the hash of their names, so
-            that it is the same on every call and its split is as fair as the whole's. None keeps all.
+        max_bytes: keep no more than this many bytes: a sample of the documents, drawn by the hash of their names, the
+            same on every call, with a twentieth of the bytes for the held-out part as in the whole. None keeps all.
 
     Raises:
         UserError: this Python carries no source (a zipped or stripped installation), or `max_bytes` is too small for
@@ -117,14 +117,16 @@ def _drop_copies(documents: Iterable[Document]) -> list[Document]:
 
 
 def _sample(documents: list[Document], max_bytes: int | None) -> list[Document]:
-    """Documents in the order of their names' hashes, as many as fit into `max_bytes`."""
+    """Documents in the order of their names' hashes, as many as fit into each part's share of `max_bytes`."""
     if max_bytes is None:
         return documents
-    sample, num_bytes_left = [], max_bytes
+    num_bytes_left = {True: HELD_OUT_FRACTION * max_bytes, False: (1 - HELD_OUT_FRACTION) * max_bytes}
+    sample = []
     for document in sorted(documents, key=lambda document: hash_fraction(document.name, salt="sample")):
-        if document.num_bytes <= num_bytes_left:
+        held_out = is_held_out(document.name)
+        if document.num_bytes <= num_bytes_left[held_out]:
             sample.append(document)
-            num_bytes_left -= document.num_bytes
+            num_bytes_left[held_out] -= document.num_bytes
     if not sample:
         raise UserError(f"max_bytes = {max_bytes} is too small: no document of the standard library fits into it.")
     return sample

@@ -3,13 +3,13 @@
 Byte-level means lossless: every string of Unicode text is encoded, and decoding gives back the same bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from looplm.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2, as in Ouro's vocabulary
@@ -65,3 +65,32 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def encode_plain(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Token ids of each text, nothing added, and a special token spelled out in a text taken as the text it is.
+
+    Were `<|endoftext|>` in a source file read as the token, it would cut the document in two.
+    """
+    encoding = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        verbose=False,  # documents longer than the model's context are the rule here
+    )
+    return encoding["input_ids"]
+
+
+def boundary_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
+    """The tokens put before and after a document: bos (or eos where the vocabulary has no bos) and eos.
+
+    Raises:
+        UserError: the tokenizer has no end-of-text token.
+    """
+    start_id, end_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if not isinstance(end_id, int):
+        raise UserError(
+            "The tokenizer has no end-of-text token, so documents cannot be told apart. Set its eos_token."
+        )
+    return (start_id if isinstance(start_id, int) else end_id), end_id

@@ -5,7 +5,7 @@ looped model needs R * L slots where a dense one needs L. Prelude layers run onc
 the state that is read out, so a forward that reads every loop keeps them per loop too.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +17,7 @@ LoopIndex = int | Int[Tensor, " B"]
 """Loop of a core application, 0-based: one for all rows, or one for each row."""
 
 
+@runtime_checkable
 class KVCache(Protocol):
     """What attention needs of a cache. Layers count prelude, core, coda, in that order."""
 
@@ -27,6 +28,7 @@ class KVCache(Protocol):
         ...
 
 
+@runtime_checkable
 class SequenceCache(KVCache, Protocol):
     """A cache whose rows all stand at the same position, as a plain forward over a batch needs."""
 

@@ -39,7 +39,7 @@ class LoopedConfig:
     """Layers run once, after the last loop, before the LM head (Huginn's coda)."""
     norm_placement: NormPlacement = "ouro"
     """ouro: x + N2(F(N1 x)); pre: x + F(N x); post: N(x + F x); sandwich: N2(x + F(N1 x));
-    magic: pre with parameter-free norms, and one more at the exit of the core (facts 8)."""
+    magic: pre with parameter-free norms, and one more at the exit of the core (HRM-Text; Closing the Loop 3.3)."""
     final_norm: FinalNorm = "rms"
     """Norm after every loop: rms, frms (no learned scale) or none."""
     loop_state: LoopState = "normed"

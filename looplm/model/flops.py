@@ -213,7 +213,9 @@ def training_flops(
     return flops
 
 
-def inference_flops(config: LoopedConfig, expected_loops: float, heads: float = 1, context: float = 0) -> float:
+def inference_flops(
+    config: LoopedConfig, expected_loops: int | float, heads: int | float = 1, context: int | float = 0
+) -> float:
     """FLOPs of one token that runs `expected_loops` loops: 2 * (loops * N_layers + heads * N_head).
 
     The form of "Closing the Loop" (arXiv 2610.00673, Appendix I); beyond the paper, the prelude is passed once, the
@@ -234,11 +236,11 @@ def inference_flops(config: LoopedConfig, expected_loops: float, heads: float = 
     layer_passes = (
         config.num_prelude_layers + expected_loops * config.num_hidden_layers + heads * config.num_coda_layers
     )
-    return 2 * (passed + heads * weights.readout) + layer_passes * context * _score_flops(config)
+    return float(2 * (passed + heads * weights.readout) + layer_passes * context * _score_flops(config))
 
 
 def expected_inference_flops(
-    config: LoopedConfig, exit_pdf: Sequence[float], *, head_every_loop: bool = False, context: float = 0
+    config: LoopedConfig, exit_pdf: Sequence[float], *, head_every_loop: bool = False, context: int | float = 0
 ) -> float:
     """Mean FLOPs of a token whose depth is drawn from `exit_pdf`: probability of leaving after loop 1, 2, ...
 

@@ -1,0 +1,114 @@
+"""`looplm.load`: a checkpoint directory or hub name to a model, with no remote code and no pickle."""
+
+from functools import reduce
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from looplm.errors import UserError
+from looplm.hf.checkpoint import (
+    CONFIG,
+    StoredTensor,
+    check_tensors,
+    find_checkpoint,
+    read_config,
+    read_json,
+    read_tensors,
+)
+from looplm.hf.config import OuroConfig
+from looplm.hf.modeling import LoopLMForCausalLM, OuroForCausalLM
+from looplm.hf.register import register
+
+GENERATION_CONFIG = "generation_config.json"
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+"""Names a dtype may be given by."""
+
+
+def load(
+    source: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
+) -> LoopLMForCausalLM:
+    """Loads a LoopLM or Ouro checkpoint for evaluation.
+
+    source: a directory, or a hub name such as "ByteDance/Ouro-1.4B".
+    dtype: of the weights, as a torch dtype or its name ("bfloat16"); None keeps that of the file.
+    device: None is the CPU.
+
+    Raises UserError when the checkpoint cannot be found, read or understood; tensors that are missing,
+    unexpected or mis-shaped are all named, and nothing is ever filled in.
+    """
+    register()
+    wanted = check_dtype(dtype)
+    directory = find_checkpoint(source)
+    config = read_config(directory / CONFIG)
+    stored = read_tensors(directory)
+    check_tensors(config.to_model_config(), stored, directory)
+    kept = wanted or stored_dtype(stored)
+    config.dtype, config.name_or_path = kept, str(source)
+    model_class = OuroForCausalLM if isinstance(config, OuroConfig) else LoopLMForCausalLM
+    with torch.device("meta"):
+        model = model_class(config)
+    weights = read_weights(stored, kept, torch.device(device or "cpu"))
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    if (directory / GENERATION_CONFIG).is_file():
+        model.generation_config = GenerationConfig(**read_json(directory / GENERATION_CONFIG))
+    return model.eval()
+
+
+def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point dtype from its name. Raises UserError for any other."""
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and found not in DTYPES.values():
+        raise UserError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    return found
+
+
+def stored_dtype(stored: dict[str, StoredTensor]) -> torch.dtype:
+    """The dtype of a checkpoint, the widest if it mixes them. Raises UserError for anything but plain floats."""
+    names = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    other = sorted({tensor.dtype for tensor in stored.values()} - names.keys())
+    if other:
+        raise UserError(f"The weights are stored as {', '.join(other)}; looplm reads F64, F32, BF16 and F16.")
+    return reduce(torch.promote_types, {names[tensor.dtype] for tensor in stored.values()})
+
+
+def read_weights(stored: dict[str, StoredTensor], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """All tensors in one dtype on one device. Raises UserError when a file turns out to be damaged."""
+    weights: dict[str, Tensor] = {}
+    for file in {tensor.file for tensor in stored.values()}:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                # A copy, since the file stays mapped otherwise and may be replaced while the model lives.
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    weights[name] = opened.get_tensor(name).to(device, dtype, copy=True)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} cannot be read as safetensors ({error}).") from None
+    return weights
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint directory or hub name. Raises UserError when it has none."""
+    directory = find_checkpoint(source)
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{source} has no tokenizer that can be read ({reason}). Copy tokenizer.json and tokenizer_config.json "
+            "into it, or give token ids instead of text."
+        ) from None

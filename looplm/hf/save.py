@@ -1,0 +1,100 @@
+"""Writing a checkpoint directory so that a crash or a full disk never costs the one that was there."""
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from looplm.errors import UserError
+from looplm.hf.checkpoint import CONFIG, INDEX
+from looplm.hf.modeling import LoopLMForCausalLM
+
+
+def save_checkpoint(
+    model: LoopLMForCausalLM,
+    directory: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    state_dict: dict[str, Tensor] | None = None,
+) -> Path:
+    """Writes config, weights and tokenizer; an Ouro model as an Ouro directory, ours as ours. Returns the path.
+
+    Everything goes to a hidden directory beside the target first, which then takes the target's name. A
+    checkpoint that stood there is replaced only then; other plain files in it are kept. `state_dict` is for a
+    sharded model whose caller has gathered the weights.
+
+    Raises UserError when the target is no checkpoint but holds something, cannot be written, or the disk is
+    full; nothing is left behind then, and what was there is untouched.
+    """
+    target = Path(directory).expanduser().resolve()
+    kept = files_to_keep(target)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        partial.mkdir(parents=True)
+        with quiet_transformers():
+            model.save_pretrained(partial, state_dict=state_dict)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+        for file in kept:
+            if not (partial / file.name).exists():
+                shutil.copy2(file, partial / file.name)
+        put_in_place(partial, target)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"The checkpoint could not be written to {target}: {reason}. Nothing was changed there."
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def files_to_keep(target: Path) -> list[Path]:
+    """Files of an existing checkpoint directory that a new save may carry over: all but the weights.
+
+    Raises UserError when the target is a file, or a directory that holds something and is no checkpoint.
+    """
+    if not target.exists():
+        return []
+    if not target.is_dir():
+        raise UserError(f"{target} is a file; a checkpoint needs a directory of its own.")
+    entries = sorted(target.iterdir())
+    folders = [path.name for path in entries if path.is_dir()]
+    if folders or (entries and not (target / CONFIG).is_file()):
+        holds = f"the folders {', '.join(folders)}" if folders else f"files, but no {CONFIG}"
+        raise UserError(
+            f"{target} exists and is not a checkpoint that could be replaced: it holds {holds}. Give a new directory."
+        )
+    return [path for path in entries if path.suffix != ".safetensors" and path.name != INDEX]
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Gives a finished directory its final name; what stood there is removed once that is done."""
+    old = target.with_name(partial.name.removesuffix(".partial") + ".old")
+    had_one = target.exists()
+    if had_one:
+        target.rename(old)
+    try:
+        partial.rename(target)
+    except OSError:
+        if had_one:
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bar for a file that takes a second to write."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,137 @@
+"""Which token comes next: sampling parameters, and pure functions from logits to tokens.
+
+Every request draws from a generator of its own, one number a token, so that its text never depends on its
+batch-mates, on the device or on the order in which requests are served.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from looplm.errors import UserError
+
+SEED_LIMIT = 2**63
+SAMPLE_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Odd and far from small: sample j of one seed is not sample 0 of a neighbouring seed."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class SamplingParams:
+    """How one prompt is continued. Raises UserError for an impossible value."""
+
+    max_tokens: int = 64
+    """Most tokens to generate, at least 1."""
+    temperature: int | float = 0
+    """0: the likeliest token (greedy), and the filters below have no effect. Otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: int | float = 1
+    """Of those, keep the fewest that hold this share of the probability."""
+    min_p: int | float = 0
+    """Of those, keep the ones at least this fraction as likely as the likeliest."""
+    seed: int | None = None
+    """Same seed, same text. None takes one from torch's global generator."""
+    stop: Sequence[str] = ()
+    """A string, or several, that end the text; neither they nor what follows are part of it."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the text, beside the model's own end tokens."""
+    ignore_eos: bool = False
+    """Go on past the model's own end tokens."""
+    n: int = 1
+    """Independent samples per prompt."""
+    logprobs: bool = False
+    """Whether results carry the log-probability of each generated token."""
+
+    def __post_init__(self) -> None:
+        # Tuples: two equal parameter sets are equal, and hashable.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        ranges: tuple[tuple[str, type, int | float, int | float], ...] = (
+            ("max_tokens", Integral, 1, math.inf),
+            ("temperature", Real, 0, math.inf),
+            ("top_k", Integral, 0, math.inf),
+            ("top_p", Real, 0, 1),
+            ("min_p", Real, 0, 1),
+            ("n", Integral, 1, math.inf),
+        )
+        for name, kind, low, high in ranges:
+            check_number(name, getattr(self, name), kind, low, high)
+        if self.seed is not None:
+            check_number("seed", self.seed, Integral, 0, SEED_LIMIT - 1)
+        if not all(self.stop):
+            raise UserError("stop holds an empty string, which would end every text at once; leave it out.")
+
+
+def check_number(name: str, value: object, kind: type, low: int | float, high: int | float) -> None:
+    """Raises UserError unless `value` is a number of `kind` (`numbers.Integral` or `Real`) from `low` to `high`."""
+    if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
+        noun = "a whole number" if kind is Integral else "a number"
+        upper = "" if high == math.inf else f" to {high}"
+        raise UserError(f"{name} is {value!r}; it must be {noun} from {low}{upper}.")
+
+
+def make_generator(params: SamplingParams, sample: int = 0) -> torch.Generator:
+    """The source of randomness of one request: sample `sample` of `params.n`."""
+    seed = torch.randint(SEED_LIMIT - 1, ()).item() if params.seed is None else params.seed
+    return torch.Generator().manual_seed(int(seed + sample * SAMPLE_SEED_STRIDE) % SEED_LIMIT)
+
+
+def filtered_probabilities(logits: Float[Tensor, "N V"], params: SamplingParams) -> Float[Tensor, "N V"]:
+    """The distribution that is drawn from: temperature, then top-k, top-p and min-p, each renormalised. float64."""
+    wide = logits.double()
+    # Shifted first, so that a tiny temperature gives -inf where it should and never inf - inf.
+    scaled = (wide - wide.amax(-1, keepdim=True)) / params.temperature
+    if 0 < params.top_k < scaled.shape[-1]:
+        weakest = scaled.topk(params.top_k).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < weakest, -math.inf)
+    probs = scaled.softmax(-1)
+    if params.top_p < 1:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        # A token is dropped when those before it hold the share already; the likeliest always stays.
+        dropped = ordered.cumsum(-1) - ordered >= params.top_p
+        dropped[:, 0] = False
+        probs = probs.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), 0.0)
+    if params.min_p > 0:
+        probs = probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def draw(probs: Float[Tensor, "N V"], uniform: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """Inverse of the cumulative distribution at `uniform` in [0, 1); never a token of probability 0."""
+    cumulative = probs.cumsum(-1)
+    total = cumulative[:, -1]
+    # Strictly below the total: rounding up to it would point past the last possible token.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+
+
+def sample(
+    logits: Float[Tensor, "N V"], params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
+) -> Int[Tensor, " N"]:
+    """The next token of every row. Rows of temperature 0 take the likeliest and need no generator."""
+    tokens = logits.argmax(-1)
+    rows_alike: dict[tuple[int | float, ...], list[int]] = {}
+    for row, p in enumerate(params):
+        if p.temperature > 0:
+            rows_alike.setdefault((p.temperature, p.top_k, p.top_p, p.min_p), []).append(row)
+    for rows in rows_alike.values():
+        probs = filtered_probabilities(logits[rows], params[rows[0]])
+        uniform = [torch.rand((), generator=generators[row], dtype=torch.float64) for row in rows]
+        tokens[rows] = draw(probs, torch.stack(uniform).to(probs.device))
+    return tokens
+
+
+def token_logprobs(logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Log-probability of `tokens` under the model itself, before temperature and filters; float32 or wider."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+
+def all_finite(logits: Float[Tensor, "N V"]) -> Bool[Tensor, " N"]:
+    """False for rows of a broken model: nothing can be drawn from them."""
+    return logits.isfinite().all(-1)

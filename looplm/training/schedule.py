@@ -1,0 +1,19 @@
+"""The learning rate as a pure function of the step."""
+
+import math
+
+from looplm.training.recipe import ScheduleRecipe
+
+
+def learning_rate_share(schedule: ScheduleRecipe, step: int, num_steps: int) -> float:
+    """Share of the peak learning rate at `step` (0-based) of `num_steps`: linear warmup, then the schedule's kind.
+
+    The first step already learns, at 1 / warmup_steps; the last step of a cosine is at `final_share`.
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    span = max(1, num_steps - 1 - schedule.warmup_steps)
+    progress = min(1.0, (step - schedule.warmup_steps) / span)
+    return schedule.final_share + (1 - schedule.final_share) * 0.5 * (1 + math.cos(math.pi * progress))

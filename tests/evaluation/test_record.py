@@ -1,0 +1,107 @@
+"""The recorded pass against full logits, one document at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import looplm.evaluation.record as record_module
+from looplm.data.packing import IGNORE_INDEX
+from looplm.errors import UserError
+from looplm.evaluation.record import record
+from looplm.model.config import LoopedConfig
+from looplm.model.looped import LoopedTransformer
+
+VOCAB = 23
+
+
+@dataclass
+class TinyLM:
+    model: LoopedTransformer
+    lm_head: nn.Linear
+
+
+@pytest.fixture
+def tiny() -> TinyLM:
+    config = LoopedConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_loops=3,
+        initializer_range=0.5,
+    )
+    return TinyLM(LoopedTransformer(config).double(), nn.Linear(16, VOCAB, bias=False).double())
+
+
+DOCUMENTS = [torch.arange(9) * 5 % VOCAB, torch.arange(4) * 3 % VOCAB, torch.arange(6) * 7 % VOCAB]
+
+
+def padded_batches(batch_size: int) -> Iterator[dict[str, Tensor]]:
+    """Every document as one window; its first token is context only."""
+    for first in range(0, len(DOCUMENTS), batch_size):
+        documents = DOCUMENTS[first : first + batch_size]
+        input_ids = nn.utils.rnn.pad_sequence(documents, batch_first=True)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in documents], batch_first=True)
+        labels = input_ids.masked_fill(mask == 0, IGNORE_INDEX)
+        labels[:, 0] = IGNORE_INDEX
+        index = torch.arange(first, first + len(documents))
+        yield {"input_ids": input_ids, "labels": labels, "attention_mask": mask, "document_index": index}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("num_loops", [None, 1, 5])
+@pytest.mark.parametrize("logits_per_chunk", [1, 3 * VOCAB, 2**24])
+def test_record_equals_cross_entropy_on_full_logits(
+    tiny: TinyLM, batch_size: int, num_loops: int | None, logits_per_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "_LOGITS_PER_CHUNK", logits_per_chunk)
+    sizes = torch.tensor([20, 9, 12])
+    got = record(tiny, padded_batches(batch_size), sizes, num_loops)
+    start = 0
+    for index, ids in enumerate(DOCUMENTS):
+        output = tiny.model(ids[None], num_loops=num_loops)
+        here = slice(start, start + len(ids) - 1)
+        for loop, hidden in enumerate(output.loop_hidden_states):
+            logits = tiny.lm_head(hidden[0, :-1])
+            wanted = cross_entropy(logits, ids[1:], reduction="none")
+            torch.testing.assert_close(got.cross_entropy[loop, here], wanted, rtol=1e-10, atol=1e-10)
+            assert torch.equal(got.predictions[loop, here], logits.argmax(-1))
+        torch.testing.assert_close(got.gate_logits[:, here], output.gate_logits[:, 0, :-1], rtol=1e-10, atol=1e-10)
+        assert torch.equal(got.targets[here], ids[1:])
+        assert got.document_ids[here].eq(index).all()
+        assert got.sequence_ids[here].eq(index).all()
+        start += len(ids) - 1
+    assert got.num_tokens == start
+    assert got.num_loops == (num_loops or 3)
+    assert got.trained_loops == 3
+    assert got.document_bytes is not None and torch.equal(got.document_bytes, sizes)
+
+
+def test_record_is_float32_under_autocast(tiny: TinyLM) -> None:
+    tiny.model.float(), tiny.lm_head.float()
+    exact = record(tiny, padded_batches(3), torch.ones(3, dtype=torch.long))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = record(tiny, padded_batches(3), torch.ones(3, dtype=torch.long))
+    assert got.cross_entropy.dtype == got.gate_logits.dtype == torch.float32
+    assert not torch.equal(got.cross_entropy, exact.cross_entropy)
+    torch.testing.assert_close(got.cross_entropy, exact.cross_entropy, rtol=0.1, atol=0.1)
+
+
+def test_no_gradient_is_kept_and_the_mode_of_the_model_stays(tiny: TinyLM) -> None:
+    tiny.model.train()
+    got = record(tiny, padded_batches(3), torch.ones(3, dtype=torch.long))
+    assert not got.cross_entropy.requires_grad
+    assert tiny.model.training
+
+
+@pytest.mark.parametrize("batches", [[], [{**next(padded_batches(3)), "labels": torch.full((3, 9), IGNORE_INDEX)}]])
+def test_nothing_to_predict_is_refused(tiny: TinyLM, batches: list[dict[str, Tensor]]) -> None:
+    with pytest.raises(UserError, match="no token to predict"):
+        record(tiny, batches, torch.ones(3, dtype=torch.long))
