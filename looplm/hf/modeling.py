@@ -231,13 +231,19 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
             # Set on the instance, so that hooks of the layer (FSDP2's) stay outside of what is run twice.
             layer.__dict__.pop("forward", None)
             if enable and i % every_n_layers == 0:
-                layer.forward = partial(gradient_checkpointing_func, type(layer).forward, layer)
+                layer.forward = partial(run_checkpointed, gradient_checkpointing_func, layer)
 
 
 class OuroForCausalLM(LoopLMForCausalLM):
     """A LoopLM that was read from an Ouro directory, and is written as one."""
 
     config_class: ClassVar[type] = OuroConfig
+
+
+def run_checkpointed(function: Callable[..., Any], layer: nn.Module, *args: Any) -> Any:
+    """A layer's forward through a checkpointing function; as it is where no backward pass can follow."""
+    forward = type(layer).forward
+    return function(forward, layer, *args) if torch.is_grad_enabled() else forward(layer, *args)
 
 
 def documents_from_positions(position_ids: Tensor) -> Tensor | None:

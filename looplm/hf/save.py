@@ -3,7 +3,7 @@
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -34,6 +34,7 @@ def save_checkpoint(
     target = Path(directory).expanduser().resolve()
     kept = files_to_keep(target)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    new_parents = [parent for parent in target.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
         with quiet_transformers():
@@ -51,6 +52,9 @@ def save_checkpoint(
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        for parent in new_parents:
+            with suppress(OSError):  # not empty: the checkpoint is there
+                parent.rmdir()
     return target
 
 

@@ -9,3 +9,17 @@ of text) -> `kv_cache` (keys per loop, rows at different loops) -> `scheduler` (
 (segments of positions as a rectangle) -> `runner` (prefill and tick) -> `engine`; `reference` is the slow oracle
 that all of it is tested against.
 """
+
+from looplm.inference.engine import Engine, EngineStats, GenerationResult
+from looplm.inference.exit_policy import ExitPolicy, FixedDepth, QuantileExit
+from looplm.inference.sampling import SamplingParams
+
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "ExitPolicy",
+    "FixedDepth",
+    "GenerationResult",
+    "QuantileExit",
+    "SamplingParams",
+]

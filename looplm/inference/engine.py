@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -27,6 +27,16 @@ from looplm.inference.scheduler import FinishReason, Request, Scheduler
 from looplm.inference.text import Tokenizer, end_token_ids, final_text, find_stop
 
 Prompt = str | Sequence[int]
+
+
+@runtime_checkable
+class CheckpointModel(LanguageModel, Protocol):
+    """A language model with what its checkpoint has saved, as `looplm.load` returns it."""
+
+    config: Any
+    """With `eos_token_id` (one, several or None) and `exit_threshold` (None: all loops)."""
+    generation_config: Any
+    """With `eos_token_id`."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -140,17 +150,38 @@ class Engine:
             requests += self._requests(index, prompt, params, policy)
         return self._run(requests)
 
-    def _requests(self, index: int, prompt: Prompt, params: SamplingParams, policy: ExitPolicy) -> Iterator[Request]:
-        """The n requests of one prompt. Raises UserError when it cannot be served."""
-        token_ids = self._token_ids(index, prompt)
-        length = len(token_ids) + params.max_tokens
+    def prompt_token_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
+        """The token ids of one prompt. Raises UserError when it cannot be continued as `sampling` asks."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UserError("The prompt is text, but there is no tokenizer: give the engine one, or token ids.")
+            token_ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Sequence):
+            token_ids = [int(token) for token in prompt]
+        else:
+            raise UserError(f"The prompt is {prompt!r}; it must be a string or a list of token ids.")
+        if not token_ids:
+            raise UserError("The prompt is empty; give at least one token.")
+        vocab_size = self.model.model.config.vocab_size
+        for token in token_ids:
+            if not 0 <= token < vocab_size:
+                raise UserError(f"The prompt has the token id {token}, outside the vocabulary of {vocab_size}.")
+        length = len(token_ids) + sampling.max_tokens
         if length > self.max_len:
             raise UserError(
-                f"Prompt {index} has {len(token_ids)} tokens; with max_tokens {params.max_tokens} that is {length}, "
+                f"The prompt has {len(token_ids)} tokens; with max_tokens {sampling.max_tokens} that is {length}, "
                 f"more than the {self.max_len} positions of the context. Shorten the prompt or lower max_tokens."
             )
-        if params.stop and self.tokenizer is None:
+        if sampling.stop and self.tokenizer is None:
             raise UserError("Stop strings need a tokenizer: give the engine one, or use stop_token_ids.")
+        return token_ids
+
+    def _requests(self, index: int, prompt: Prompt, params: SamplingParams, policy: ExitPolicy) -> Iterator[Request]:
+        """The n requests of prompt `index`."""
+        try:
+            token_ids = self.prompt_token_ids(prompt, params)
+        except UserError as error:
+            raise UserError(f"Prompt {index}: {error}") from None
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_token_ids)
         for sample_index in range(params.n):
             yield Request(
@@ -163,23 +194,6 @@ class Engine:
                 end_token_ids=ends,
                 generator=make_generator(params, sample_index) if params.temperature > 0 else None,
             )
-
-    def _token_ids(self, index: int, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise UserError("Prompts are text, but there is no tokenizer: give the engine one, or token ids.")
-            token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence):
-            token_ids = [int(token) for token in prompt]
-        else:
-            raise UserError(f"Prompt {index} is {prompt!r}; a prompt is a string or a list of token ids.")
-        if not token_ids:
-            raise UserError(f"Prompt {index} is empty; give at least one token.")
-        vocab_size = self.model.model.config.vocab_size
-        for token in token_ids:
-            if not 0 <= token < vocab_size:
-                raise UserError(f"Prompt {index} has the token id {token}, outside the vocabulary of {vocab_size}.")
-        return token_ids
 
     # --- Running ------------------------------------------------------------------------------------------------
 
@@ -302,14 +316,11 @@ def prompt_groups(requests: Sequence[Request], chunk_size: int) -> Iterator[list
 
 def model_defaults(model: LanguageModel) -> tuple[frozenset[int], ExitPolicy]:
     """The end tokens and the exit threshold that a checkpoint brings; none and all loops for a bare model."""
-    from looplm.hf.modeling import LoopLMForCausalLM
-
     all_loops = FixedDepth(model.model.config.num_loops)
-    if not isinstance(model, LoopLMForCausalLM):
+    if not isinstance(model, CheckpointModel):
         return frozenset(), all_loops
     ends: set[int] = set()
-    for config in (model.config, model.generation_config):
-        given = config.eos_token_id if config is not None else None
+    for given in (model.config.eos_token_id, model.generation_config.eos_token_id):
         ends.update([given] if isinstance(given, int) else given or [])
     threshold = model.config.exit_threshold
     return frozenset(ends), all_loops if threshold is None or threshold >= 1 else QuantileExit(threshold)

@@ -10,12 +10,11 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer; any of transformers' has it."""
+    """What the engine needs of a tokenizer; any of transformers' has it.
 
-    @property
-    def eos_token_id(self) -> int | None:
-        """The end-of-text token."""
-        ...
+    That is, beside what stands here, `eos_token_id`, the end-of-text token or None: transformers makes the attribute
+    as it is asked for, so that a type checker does not see it.
+    """
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
@@ -26,12 +25,12 @@ class Tokenizer(Protocol):
         """Ids of a text, with the special tokens that the tokenizer itself puts around one."""
         ...
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
         """Text of some ids."""
         ...
 
 
-def end_token_ids(tokenizer: Tokenizer) -> set[int]:
+def end_token_ids(tokenizer: Any) -> set[int]:
     """Tokens after which a text is complete: end of text, and end of turn where it is a special token."""
     ends = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content == END_OF_TURN and token.special}
     return ends if tokenizer.eos_token_id is None else ends | {tokenizer.eos_token_id}

@@ -6,11 +6,12 @@ logits nor their gradient ever exist for a whole batch, and the backward pass do
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 IGNORE = -100
@@ -20,6 +21,7 @@ CHUNK_LOGITS = 2**24
 """Logits held at once: 64 MiB in float32."""
 
 
+@runtime_checkable
 class HasLoopStates(Protocol):
     """What an objective reads of a forward's output (:class:`~looplm.model.looped.LoopedOutput` or the shell's)."""
 
@@ -29,6 +31,7 @@ class HasLoopStates(Protocol):
     def gate_logits(self) -> Tensor: ...
 
 
+@runtime_checkable
 class HasHead(Protocol):
     """A model that lends its LM head's weight: `apply_head(fn, *args)` is `fn(weight, *args)`.
 
@@ -41,6 +44,19 @@ class HasHead(Protocol):
 def shift_labels(labels: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
     """The token each position predicts: labels moved one to the left, IGNORE at the end."""
     return pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def token_weights(
+    targets: Int[Tensor, "B S"], num_tokens: int | Tensor | None, dtype: torch.dtype
+) -> Float[Tensor, "B S"]:
+    """1 / num_tokens where a token is predicted, else 0: sums over them are means over the global batch.
+
+    num_tokens: tokens of all micro-batches and ranks together; those of `targets` when None. A batch without
+    any weighs nothing, instead of 0 / 0.
+    """
+    mask = targets != IGNORE
+    count = mask.sum() if num_tokens is None else torch.as_tensor(num_tokens)
+    return mask.to(dtype) / count.clamp(min=1)
 
 
 @dataclass
@@ -59,7 +75,8 @@ class _Chunked:
             for part in zip(hidden.split(size), targets.split(size), weights.split(size), strict=True)
         ]
         losses = torch.cat([loss for loss, _ in parts])
-        return losses, torch.cat([grad for _, grad in parts if grad is not None]) if self.d_weight is not None else None
+        grads = [grad for _, grad in parts if grad is not None]
+        return losses, torch.cat(grads) if grads else None
 
     def _chunk(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         narrow = hidden.to(self.weight.dtype)
@@ -80,11 +97,14 @@ class _WeightedCrossEntropy(torch.autograd.Function):
     """sum_i w_i CE_i and the CE_i; differentiable in the head weight, the hidden states and the w_i, once."""
 
     @staticmethod
-    def forward(ctx: Any, head: Tensor, targets: Tensor, weights: Tensor, *hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, grad_enabled: bool, head: Tensor, targets: Tensor, weights: Tensor, *hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         device, dtype = head.device.type, hidden[0].dtype
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
         wide = torch.promote_types(dtype, torch.float32)
-        wanted = any(ctx.needs_input_grad)
+        # needs_input_grad is told even under no_grad, where measuring a loss must not cost a backward pass.
+        wanted = grad_enabled and any(ctx.needs_input_grad)
         sweep = _Chunked(head.to(narrow), wide, head.new_zeros(head.shape, dtype=wide) if wanted else None)
         kept = (targets != IGNORE).flatten().nonzero().squeeze(-1)  # masked tokens never meet the head
         losses = weights.new_zeros((len(hidden), targets.numel()), dtype=wide)
@@ -102,11 +122,12 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         return (weights * losses).sum(), losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         grad = upstream[0]
         losses, d_weight, *d_hidden = ctx.saved_tensors
-        d_head = (d_weight * grad).to(ctx.head_dtype) if ctx.needs_input_grad[0] else None
-        return d_head, None, losses * grad, *(d * grad.to(d.dtype) for d in d_hidden)
+        d_head = (d_weight * grad).to(ctx.head_dtype) if ctx.needs_input_grad[1] else None
+        return None, d_head, None, losses * grad, *(d * grad.to(d.dtype) for d in d_hidden)
 
 
 def weighted_cross_entropy(
@@ -122,4 +143,5 @@ def weighted_cross_entropy(
     the hidden states and the weights (whose gradient is the CE); the token losses are detached, 0 where
     ignored, and float32 (float64 for float64 states). Not twice differentiable.
     """
-    return _WeightedCrossEntropy.apply(head_weight, targets, weights, *loop_hidden_states)  # pyright: ignore
+    grad_enabled = torch.is_grad_enabled()
+    return _WeightedCrossEntropy.apply(grad_enabled, head_weight, targets, weights, *loop_hidden_states)  # pyright: ignore

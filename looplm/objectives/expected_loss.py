@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from looplm.model.gate import exit_entropy, exit_pdf, expected_loops, log_exit_pdf
-from looplm.objectives.cross_entropy import IGNORE, HasHead, HasLoopStates, shift_labels, weighted_cross_entropy
+from looplm.objectives.cross_entropy import HasHead, HasLoopStates, shift_labels, token_weights, weighted_cross_entropy
 
 Metrics = dict[str, Tensor]
 """Detached means over the tokens counted by `num_tokens`; those of micro-batches and ranks add up to the whole's."""
@@ -28,15 +28,13 @@ def expected_loss(
         regulariser keeps p, so that no loop goes untrained (Closing the Loop 4.2).
     prior: with a distribution over loops, beta KL(p || prior) replaces -beta H(p); the uniform prior
         differs from the default by the constant beta ln R (Ouro, appendix A).
-    num_tokens: unmasked tokens of the global batch, all micro-batches and ranks; this call's when None.
+    num_tokens: predicted tokens of the global batch, all micro-batches and ranks; this call's when None.
 
     Metrics: `loss`, `loop_losses` (R,), `exit_pdf` (R,), `entropy` in nats, `expected_loops`.
     """
     targets = shift_labels(labels)
-    mask = targets != IGNORE
-    count = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
     pdf = exit_pdf(output.gate_logits)
-    per_token = mask.to(pdf.dtype) / count  # (B, S), 1 / count where counted
+    per_token = token_weights(targets, num_tokens, pdf.dtype)  # (B, S)
     weights = ((1 - smoothing) * pdf + smoothing / len(pdf)) * per_token
     lm, losses = model.apply_head(weighted_cross_entropy, output.loop_hidden_states, targets, weights)
     entropy = exit_entropy(output.gate_logits)
@@ -53,7 +51,7 @@ def expected_loss(
 def depth_metrics(
     losses: Float[Tensor, "R B S"], gate_logits: Float[Tensor, "R B S"], per_token: Float[Tensor, "B S"]
 ) -> Metrics:
-    """What both stages report of depth; per_token is 1 / (global token count) at counted tokens, else 0."""
+    """What both stages report of depth; per_token as in :func:`~looplm.objectives.cross_entropy.token_weights`."""
     return {
         "loop_losses": (losses * per_token).sum((1, 2)),
         "exit_pdf": (exit_pdf(gate_logits) * per_token).sum((1, 2)),

@@ -56,9 +56,10 @@ def _depth_part(model: TextModel) -> str:
         f"Past the dotted line the model runs more loops than it was trained with.{twin}</p>"
         + figure(plots.depth_figure(model), f"{model.name}: held-out bits per byte at each fixed depth.")
         + table(tables.depth_table(model))
-        + '<p class="note">"Same as trained depth" is the share of tokens whose most probable prediction is that of '
-        f'loop {model.sweep.reference_loops}. "Next loop" is the change of the mean loss from one more loop (below 0 '
-        'helps), and "tokens worse next" the share of tokens which that loop makes worse.</p>'
+        + '<p class="note">"Accuracy" is the share of tokens whose most probable prediction is right, "agreement" the '
+        f'share for which it is that of loop {model.sweep.reference_loops}. "Next loop" is the change of the mean '
+        'loss from one more loop (below 0 helps), and "tokens worse next" the share of tokens it makes worse.'
+        "</p>"
     )
 
 

@@ -22,7 +22,7 @@ class Cells:
 
 def depth_table(model: TextModel) -> Cells:
     """Quality at each depth, with the twin's in the last row."""
-    columns = ("Depth", "Bits per byte", "Top-1", "Same as trained", "Next loop, nats", "Tokens worse next")
+    columns = ("Depth", "Bits per byte", "Accuracy", "Agreement", "Next loop, nats", "Tokens worse next")
     rows = []
     for point in model.sweep.points:
         beyond = " (untrained)" if point.num_loops > model.sweep.trained_loops else ""

@@ -8,7 +8,8 @@ from looplm.training.recipe import ScheduleRecipe
 def learning_rate_share(schedule: ScheduleRecipe, step: int, num_steps: int) -> float:
     """Share of the peak learning rate at `step` (0-based) of `num_steps`: linear warmup, then the schedule's kind.
 
-    The first step already learns, at 1 / warmup_steps; the last step of a cosine is at `final_share`.
+    The first step already learns, at 1 / warmup_steps. A cosine is at its peak in the step after the warmup and at
+    `final_share` in the last one (at its peak if these are the same).
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps

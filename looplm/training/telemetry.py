@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -52,7 +53,12 @@ class Telemetry:
     records: list[Record] = field(default_factory=list)
     _live: Live | None = None
     _writer: SummaryWriter | None = None
-    _last_line: float = 0.0
+    _last_line: float = -math.inf
+
+    @property
+    def path(self) -> Path | None:
+        """The JSONL file: a record a line, and warnings as objects with `stage`, `step` and `warning`."""
+        return self.run_dir / "telemetry.jsonl" if self.run_dir is not None else None
 
     @contextmanager
     def stage(self) -> Iterator[None]:
@@ -75,24 +81,37 @@ class Telemetry:
     def log(self, record: Record) -> None:
         """Takes one record."""
         self.records.append(record)
-        if self.run_dir is not None:
-            with (self.run_dir / "telemetry.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(record)) + "\n")
+        self._append(asdict(record))
         if self._writer is not None:
             self._write_scalars(self._writer, record)
         if self._live is not None:
             self._live.update(live_view(record))
         elif self.console is not None and (time.monotonic() - self._last_line > self.line_seconds or _is_last(record)):
             self._last_line = time.monotonic()
-            self.console.print(progress_line(record), highlight=False, soft_wrap=True)
+            self.console.print(progress_line(record), highlight=False, markup=False, soft_wrap=True)
 
-    def warn(self, message: str) -> None:
-        """Shows a warning once and keeps it in the JSONL file."""
-        if self.run_dir is not None:
-            with (self.run_dir / "telemetry.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"warning": message}) + "\n")
+    def warn(self, stage: str, step: int, message: str) -> None:
+        """Shows a warning and keeps it in the JSONL file."""
+        self._append({"stage": stage, "step": step, "warning": message})
         if self.console is not None:
-            self.console.print(Text(message, style="bold yellow"))
+            self.console.print(Text(f"{stage}, step {step}: {message}", style="bold yellow"))
+
+    def rewind(self, stage: str, step: int) -> None:
+        """Takes back what was told of `stage` after `step`, and reads what an earlier process told before it."""
+        if self.path is not None and self.path.exists():
+            # A kill may have left the last line unfinished.
+            lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+            told = [entry for entry in map(json.loads, lines) if entry["stage"] != stage or entry["step"] <= step]
+            fresh = self.path.with_suffix(".new")
+            fresh.write_text("".join(json.dumps(entry) + "\n" for entry in told), encoding="utf-8")
+            fresh.replace(self.path)
+            self.records = [Record(**entry) for entry in told if "warning" not in entry]
+        self.records = [record for record in self.records if record.stage != stage or record.step <= step]
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
 
     @staticmethod
     def _write_scalars(writer: SummaryWriter, record: Record) -> None:

@@ -44,7 +44,7 @@ class Trainer:
     """Runs one stage over one model. Telemetry comes from the same forward that trains.
 
     Raises UserError when the loss or the gradient stops being finite, naming the step; the parameters are then
-    still those before it, and so is the last checkpoint in `run_dir`.
+    still those before it, and the last checkpoint in `run_dir` is untouched.
     """
 
     def __init__(
@@ -58,26 +58,28 @@ class Trainer:
         self.model, self.stage, self.batches, self.telemetry = model, stage, batches, telemetry
         self.state_dir = run_dir / f"{stage.name}.state" if run_dir is not None else None
         self.step = self.tokens = 0
+        self.seconds = 0.0
+        """Spent in this stage, before a resume too."""
         self.alarmed = False
         freeze_for(model, stage.objective)
         self.optimizer = build_optimizer(model, stage.optimizer)
         if stage.compile:
-            for layer in model.model.layers:
+            for layer in (*model.model.prelude, *model.model.layers, *model.model.coda):
                 layer.compile()
 
     def run(self) -> None:
         """Trains from the current step to the end of the stage; leaves the model in eval mode."""
         self.model.train()
-        began, first_step = time.monotonic(), self.step
-        window_began, window_tokens = began, self.tokens
+        began = time.perf_counter() - self.seconds
+        window_seconds, window_tokens = self.seconds, self.tokens
         with self.telemetry.stage():
             while self.step < self.stage.num_steps:
                 metrics = self.train_step()
-                if self.step % self.stage.log_every == 0 or self.step in (first_step + 1, self.stage.num_steps):
-                    now = time.monotonic()
-                    pace = (self.tokens - window_tokens) / (now - window_began)
-                    window_began, window_tokens = now, self.tokens
-                    self._tell(metrics, pace, now - began)
+                self.seconds = time.perf_counter() - began
+                if self.step % self.stage.log_every == 0 or self.step in (1, self.stage.num_steps):
+                    pace = (self.tokens - window_tokens) / (self.seconds - window_seconds)
+                    window_seconds, window_tokens = self.seconds, self.tokens
+                    self._tell(metrics, pace)
                 every = self.stage.checkpoint_every
                 if every is not None and self.step % every == 0:
                     self.save()
@@ -88,6 +90,7 @@ class Trainer:
         lr = self.stage.optimizer.lr * learning_rate_share(self.stage.schedule, self.step, self.stage.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.optimizer.zero_grad()  # of what an interrupted step may have left
         micro_batches = [next(self.batches) for _ in range(self.stage.micro_batches)]
         # The mean is over the tokens of the whole batch: a mean of micro-batch means would weigh them unevenly.
         num_tokens = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in micro_batches)
@@ -96,7 +99,8 @@ class Trainer:
             loss, metrics = self._objective(batch, num_tokens)
             loss.backward()
             total = {name: total[name] + value if total else value for name, value in metrics.items()}
-        grad_norm = clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], self.stage.optimizer.grad_clip)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        grad_norm = clip_grad_norm_(trainable, self.stage.optimizer.grad_clip)
         if not math.isfinite(float(total["loss"])) or not math.isfinite(float(grad_norm)):
             raise UserError(self._diverged(total["loss"], grad_norm))
         self.optimizer.step()
@@ -123,7 +127,7 @@ class Trainer:
                 self.model, output, batch["labels"], label_shift=recipe.label_shift, num_tokens=num_tokens
             )
 
-    def _tell(self, metrics: dict[str, Tensor], pace: float, seconds: float) -> None:
+    def _tell(self, metrics: dict[str, Tensor], pace: float) -> None:
         record = Record(
             stage=self.stage.name,
             step=self.step,
@@ -137,21 +141,21 @@ class Trainer:
             lr=float(metrics["lr"]),
             grad_norm=float(metrics["grad_norm"]),
             tokens_per_second=pace,
-            seconds=seconds,
+            seconds=self.seconds,
         )
         self.telemetry.log(record)
         recipe = self.stage.objective
         alarm = gate_alarm(record.exit_pdf, recipe.beta if isinstance(recipe, ExpectedLossRecipe) else None)
         if alarm is not None and not self.alarmed:
-            self.telemetry.warn(f"Step {self.step}: {alarm}")
+            self.telemetry.warn(self.stage.name, self.step, alarm)
         self.alarmed = alarm is not None
 
     def _diverged(self, loss: Tensor, grad_norm: Tensor) -> str:
         kept = f" The last checkpoint is {self.state_dir}." if self.state_dir and self.state_dir.exists() else ""
         return (
             f"Stage {self.stage.name!r} diverged at step {self.step + 1}: loss {float(loss)}, gradient norm "
-            f"{float(grad_norm)}. The parameters are those of step {self.step}.{kept} Lower the learning rate, lengthen "
-            "the warmup, or look at the batch."
+            f"{float(grad_norm)}. The parameters are those of step {self.step}.{kept} Lower the learning rate, "
+            "lengthen the warmup, or look at the batch."
         )
 
     def save(self) -> None:
@@ -161,7 +165,11 @@ class Trainer:
         save_state(self.state_dir, self._state())
 
     def resume(self) -> None:
-        """Continues from the last `save`, bit for bit: parameters, optimizer, data position, random state."""
+        """Continues from the last `save`, bit for bit: parameters, optimizer, data position, random state.
+
+        What telemetry was told after that save is taken back, since the resumed run tells it again. Raises
+        UserError when there is no such state, or one of another model, optimizer or data.
+        """
         if self.state_dir is None:
             raise UserError("This trainer has no run directory to resume from.")
         state = self._state()
@@ -170,7 +178,10 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.batches.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
-        self.step, self.tokens = state["progress"]["step"], state["progress"]["tokens"]
+        progress = state["progress"]
+        self.step, self.tokens, self.seconds = progress["step"], progress["tokens"], progress["seconds"]
+        self.alarmed = progress["alarmed"]
+        self.telemetry.rewind(self.stage.name, self.step)
 
     def _state(self) -> dict[str, Any]:
         if not self.optimizer.state:
@@ -180,12 +191,18 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "data": self.batches.state_dict(),
             "rng": torch.get_rng_state(),
-            "progress": {"step": self.step, "tokens": self.tokens},
+            "progress": {
+                "step": self.step,
+                "tokens": self.tokens,
+                "seconds": self.seconds,
+                "alarmed": self.alarmed,
+            },
         }
 
 
 def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Creates an optimizer's state with a step of zero gradient and zero learning rate, so that it can be loaded into."""
+    """Creates an optimizer's state as it is before the first step, so that it can be saved and loaded into."""
+    # A step of zero gradient at zero learning rate makes it; it must not count as one in Adam's bias correction.
     lrs = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -193,5 +210,7 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+    for parameter_state in optimizer.state.values():
+        parameter_state["step"].zero_()
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         group["lr"] = lr

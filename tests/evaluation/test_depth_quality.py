@@ -95,6 +95,33 @@ def test_the_line_and_the_hull_by_hand() -> None:
     assert hull[0].tolist() == pytest.approx([4, 3.25, 2.5, 1.75, 1.0, 1.25, 2])
 
 
+def test_a_depth_that_rounds_past_the_last_loop_stays_on_the_line() -> None:
+    fixed = torch.tensor([[3.0, 2.0]], dtype=torch.float64)
+    depth = torch.tensor([[1 - 1e-15, 2 + 1e-15]], dtype=torch.float64)
+    assert mixture_line(fixed, depth, [(0, 1)])[0].tolist() == pytest.approx([3, 2])
+
+
+def test_the_hull_is_the_harder_rival_where_a_middle_loop_is_bad(random_record: RecordBuilder) -> None:
+    # Loop 2 is the worst of all: the line bends up to it, a coin between loops 1 and 3 does not, nor does this gate.
+    record = random_record(
+        num_loops=3,
+        num_documents=2,
+        num_tokens=4,
+        cross_entropy=torch.tensor([2.0, 5.0, 0.0])[:, None].expand(3, 4) * math.log(2),
+        gate_logits=torch.tensor([[20.0, -20.0, 20.0, -20.0], [-20.0] * 4, [0.0] * 4]),
+        document_ids=torch.tensor([0, 0, 1, 1]),
+        sequence_ids=torch.tensor([0, 0, 1, 1]),
+        document_bytes=torch.tensor([2, 2]),
+    )
+    quality = depth_quality_gain(record, thresholds=(0.5,))
+    assert [gap.mean_loops for gap in quality.gaps] == [1, 2, 3]
+    assert [gap.bits_per_byte for gap in quality.gaps] == pytest.approx([2, 1, 0])
+    assert [gap.line_bits_per_byte for gap in quality.gaps] == pytest.approx([2, 5, 0])
+    # A triangle of height 4 over two loops of depth, and none.
+    assert quality.mean_gain_bits_per_byte.value == pytest.approx(2)
+    assert quality.mean_gain_over_hull_bits_per_byte.value == pytest.approx(0, abs=1e-6)
+
+
 def test_resampling_moves_as_drawing_documents_by_hand_does(random_record: RecordBuilder) -> None:
     # The interval of a text of four documents, twice in a row, is narrower by about the square root of two.
     record = random_record(num_documents=10, num_tokens=400)

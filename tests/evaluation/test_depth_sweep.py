@@ -71,6 +71,31 @@ def test_best_depth_and_its_gain(random_record: RecordBuilder) -> None:
     assert sweep.gain_share == pytest.approx(0.5)
 
 
+def test_change_from_the_first_loop_is_paired(random_record: RecordBuilder) -> None:
+    # Documents differ wildly in difficulty, depths by a constant: only the standard error sees the documents.
+    record = random_record(num_documents=6, document_bytes=torch.full((6,), 40))
+    loss = record.document_ids * 5.0 + torch.tensor([1.0, 0.5])[:, None]
+    sweep = depth_sweep(
+        random_record(
+            num_documents=6,
+            document_ids=record.document_ids,
+            document_bytes=record.document_bytes,
+            cross_entropy=loss,
+        )
+    )
+    first, second = sweep.points
+    change = second.change_from_first_bits_per_byte
+    assert change.value == pytest.approx(-40 / math.log(2) / 240)
+    assert 2 * change.value < change.low < change.high < 0.5 * change.value
+    assert first.bits_per_byte_stderr > 10 * (change.high - change.low) / 4
+    assert first.change_from_first_bits_per_byte.low == first.change_from_first_bits_per_byte.high == 0
+
+
+def test_one_recorded_loop_has_no_next_one(random_record: RecordBuilder) -> None:
+    (point,) = depth_sweep(random_record(num_loops=1)).points
+    assert point.loss_change_nats is point.loss_change_nats_stderr is point.worsened_share is None
+
+
 def test_twin_difference_is_paired(random_record: RecordBuilder) -> None:
     # Documents differ wildly in difficulty, the two models by a constant: the interval must not see the documents.
     record = random_record(num_documents=6, document_bytes=torch.full((6,), 40))

@@ -43,16 +43,20 @@ def tiny() -> TinyLM:
 DOCUMENTS = [torch.arange(9) * 5 % VOCAB, torch.arange(4) * 3 % VOCAB, torch.arange(6) * 7 % VOCAB]
 
 
-def padded_batches(batch_size: int) -> Iterator[dict[str, Tensor]]:
+def padded_batches(batch_size: int, side: str = "right") -> Iterator[dict[str, Tensor]]:
     """Every document as one window; its first token is context only."""
     for first in range(0, len(DOCUMENTS), batch_size):
         documents = DOCUMENTS[first : first + batch_size]
-        input_ids = nn.utils.rnn.pad_sequence(documents, batch_first=True)
-        mask = nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in documents], batch_first=True)
-        labels = input_ids.masked_fill(mask == 0, IGNORE_INDEX)
-        labels[:, 0] = IGNORE_INDEX
+        labels = [torch.cat((torch.tensor([IGNORE_INDEX]), ids[1:])) for ids in documents]
+        input_ids = nn.utils.rnn.pad_sequence(documents, True, 0, side)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in documents], True, 0, side)
         index = torch.arange(first, first + len(documents))
-        yield {"input_ids": input_ids, "labels": labels, "attention_mask": mask, "document_index": index}
+        yield {
+            "input_ids": input_ids,
+            "labels": nn.utils.rnn.pad_sequence(labels, True, IGNORE_INDEX, side),
+            "attention_mask": mask,
+            "document_index": index,
+        }
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
@@ -82,6 +86,13 @@ def test_record_equals_cross_entropy_on_full_logits(
     assert got.num_loops == (num_loops or 3)
     assert got.trained_loops == 3
     assert got.document_bytes is not None and torch.equal(got.document_bytes, sizes)
+
+
+def test_the_side_of_the_padding_does_not_matter(tiny: TinyLM) -> None:
+    sizes = torch.tensor([20, 9, 12])
+    right, left = (record(tiny, padded_batches(3, side), sizes) for side in ("right", "left"))
+    torch.testing.assert_close(left.cross_entropy, right.cross_entropy, rtol=1e-10, atol=1e-10)
+    assert torch.equal(left.targets, right.targets)
 
 
 def test_record_is_float32_under_autocast(tiny: TinyLM) -> None:

@@ -1,8 +1,9 @@
 """Tiny float64 language models whose every part matters and whose gates let tokens leave at mixed depths."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -71,3 +72,11 @@ def make_prompts() -> Callable[..., list[list[int]]]:
         return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
     return make
+
+
+@pytest.fixture
+def unchecked_shapes() -> Iterator[None]:
+    """Shape checks off for one test: over thousands of passes they would take nine tenths of its time."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

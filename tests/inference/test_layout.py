@@ -77,8 +77,8 @@ def test_the_mask_hides_what_comes_after(segments, needs_mask):
         ([1, 1, 1], 1),
         ([37], 37),  # a single row has nothing to pad
         ([20, 20, 20], 20),
-        ([1] * 31 + [25], 1),  # not 31 rows of 24 columns of padding
-        ([1, 400], 64),  # nor 400 rows that gather their keys one by one
+        ([1] * 31 + [25], 2),  # not 31 rows of 24 columns of padding
+        ([1, 400], 32),  # nor 400 rows that gather their keys one by one
     ],
 )
 def test_the_width_is_a_bargain_between_padding_and_rows(lengths, width):

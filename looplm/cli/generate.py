@@ -1,0 +1,210 @@
+"""`looplm generate`: text from a checkpoint, each token at its own depth; one prompt, or a file of them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from looplm.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from looplm.inference import Engine, ExitPolicy, GenerationResult
+
+SHIPPED = "stdlib-small"
+LOOP_STYLES = ("yellow", "cyan", "bold blue", "bold magenta", "bold red", "bold reverse yellow", "bold reverse cyan")
+"""Styles of loops 1, 2, ...; deeper ones take the last."""
+
+
+def generate(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A directory, a hub name, or the checkpoint that ships.")
+    ] = SHIPPED,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    num_loops: Annotated[int | None, typer.Option(help="Leave after this many loops, every token.")] = None,
+    exit_threshold: Annotated[
+        float | None,
+        typer.Option(help="Leave at the first loop whose exit cdf reaches this: 0 after loop 1, 1 after all."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text. Prompt i of a file uses seed + i.")] = None,
+    show_depth: Annotated[
+        bool, typer.Option("--show-depth", help="Colour tokens by loop and count the work.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda ...")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: bf16, fp32 ...; that of the file if left out.")
+    ] = None,
+    input: Annotated[
+        Path | None, typer.Option(help='JSON lines with a "prompt" each, instead of --prompt.', show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Answers to --input, appended as they come. Run again to go on.")
+    ] = None,
+) -> None:
+    """Continue a prompt with CHECKPOINT, at the checkpoint's own exit threshold unless an option says otherwise.
+
+    Tokens that leave early skip work; nothing is approximated: text and depths are those of running all loops.
+    """
+    from looplm.inference import SamplingParams
+
+    check_options(prompt, num_loops, exit_threshold, show_depth, input, output)
+    policy = exit_policy(num_loops, exit_threshold)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if input is not None and output is not None:
+        from looplm.cli.generate_file import answer_file
+
+        settings = {
+            "checkpoint": checkpoint,
+            "num_loops": num_loops,
+            "exit_threshold": exit_threshold,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+        }
+        answer_file(input, output, settings, sampling, policy, lambda: load_engine(checkpoint, policy, device, dtype))
+        return
+    engine = load_engine(checkpoint, policy, device, dtype)
+    assert prompt is not None
+    (result,) = engine.generate([engine.prompt_token_ids(prompt, sampling)], sampling, policy)
+    if result.finish_reason == "error":
+        raise UserError(
+            "The model gave logits that are not finite: its weights are damaged, or overflow in this dtype."
+        )
+    if show_depth:
+        print_depth(engine, prompt, result)
+    else:
+        print(f"{prompt}{result.text}")
+
+
+def check_options(
+    prompt: str | None,
+    num_loops: int | None,
+    exit_threshold: float | None,
+    show_depth: bool,
+    input: Path | None,
+    output: Path | None,
+) -> None:
+    """Raises UserError for options that do not go together."""
+    if num_loops is not None and exit_threshold is not None:
+        raise UserError("--num-loops fixes the depth and --exit-threshold lets each token choose; give one of them.")
+    if (prompt is None) == (input is None):
+        raise UserError("Give either --prompt TEXT, or --input with a file of prompts.")
+    if (input is None) != (output is None):
+        raise UserError("--input and --output go together: a file of prompts, and one for the answers.")
+    if input is not None and show_depth:
+        raise UserError("--show-depth is for one --prompt; the answers in a file carry the depth of every token.")
+
+
+def exit_policy(num_loops: int | None, exit_threshold: float | None) -> "ExitPolicy | None":
+    """The policy that the options ask for; None leaves it to the checkpoint. Raises UserError when impossible."""
+    from looplm.inference import FixedDepth, QuantileExit
+
+    if num_loops is not None:
+        return FixedDepth(num_loops)
+    return None if exit_threshold is None else QuantileExit(exit_threshold)
+
+
+def load_engine(checkpoint: str, policy: "ExitPolicy | None", device: str | None, dtype: str | None) -> "Engine":
+    """Checkpoint and tokenizer as an engine. Warns on stderr when more loops are asked for than were trained."""
+    from looplm.hf.load import load, load_tokenizer
+    from looplm.inference import Engine, FixedDepth
+
+    check_device(device)
+    tokenizer = load_tokenizer(checkpoint)
+    model = load(checkpoint, dtype=dtype, device=device)
+    trained = model.model.config.num_loops
+    if isinstance(policy, FixedDepth) and policy.num_loops > trained:
+        typer.echo(
+            f"looplm: warning: {policy.num_loops} loops are more than the {trained} this model was trained for; "
+            "its text may get worse.",
+            err=True,
+        )
+    return Engine(model, tokenizer)
+
+
+def check_device(device: str | None) -> None:
+    """Raises UserError for a device that this machine does not have."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--device {device} cannot be used here: {reason}") from None
+
+
+# --- Showing depth ----------------------------------------------------------------------------------------------
+
+
+def print_depth(engine: "Engine", prompt: str, result: "GenerationResult") -> None:
+    """The text with every token marked by the loop it left at, a legend, and what it cost."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    colours = console.color_system is not None
+    trained = engine.model.model.config.num_loops
+    console.print(depth_text(engine, prompt, result, colours), soft_wrap=True)
+    console.print()
+    console.print(legend(result.loops, max(trained, *result.loops), colours), soft_wrap=True)
+    console.print(cost_table(engine, result, trained))
+
+
+def depth_text(engine: "Engine", prompt: str, result: "GenerationResult", colours: bool) -> "Text":
+    """Prompt and continuation. Without colours, the loop follows each token as a superscript."""
+    from rich.text import Text
+
+    from looplm.inference.text import token_texts
+
+    assert engine.tokenizer is not None
+    text = Text(prompt, style="dim")
+    for piece, loop in zip(token_texts(engine.tokenizer, result.token_ids), result.loops, strict=True):
+        text.append(piece, style=f"not dim {loop_style(loop)}")
+        if not colours:
+            text.append(superscript(loop))
+    return text
+
+
+def loop_style(loop: int) -> str:
+    """Style of the tokens that left at `loop`."""
+    return LOOP_STYLES[min(loop, len(LOOP_STYLES)) - 1]
+
+
+def superscript(number: int) -> str:
+    """A number in raised digits."""
+    return str(number).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def legend(loops: list[int], most: int, colours: bool) -> "Text":
+    """How many tokens left at each loop."""
+    from rich.text import Text
+
+    text = Text("left at  ")
+    for loop in range(1, most + 1):
+        mark = "" if colours else f" {superscript(loop)}"
+        text.append(f"loop {loop}{mark}", style=loop_style(loop))
+        text.append(f" {loops.count(loop) / len(loops):.0%}  ")
+    return text
+
+
+def cost_table(engine: "Engine", result: "GenerationResult", trained: int) -> "Table":
+    """Claimed depth beside the two counts of work really done, and what all loops would have cost.
+
+    The first token is read out of the prompt, so that decoding runs one position less than there are tokens.
+    """
+    from rich import box
+    from rich.table import Table
+
+    stats, decoded = engine.stats, len(result.token_ids) - 1
+    title = f"{decoded + 1} tokens; the prompt apart: {stats.prompt_weight_passes} passes"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("", "claimed depth", "weight passes", "token-loops"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("this text", f"{stats.mean_loops:.2f}", f"{stats.weight_passes:,}", f"{stats.token_loops:,}")
+    table.add_row(f"all {trained} loops", f"{trained:.2f}", *[f"{trained * decoded:,}"] * 2)
+    return table

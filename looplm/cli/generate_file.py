@@ -1,0 +1,148 @@
+"""A file of prompts to a file of answers, one JSON object a line, resumable after an interruption."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from looplm.errors import UserError
+
+if TYPE_CHECKING:
+    from looplm.inference import Engine, ExitPolicy, GenerationResult, SamplingParams
+
+
+def answer_file(
+    input: Path,
+    output: Path,
+    settings: dict[str, Any],
+    sampling: "SamplingParams",
+    policy: "ExitPolicy | None",
+    load_engine: Callable[[], "Engine"],
+) -> None:
+    """Answers every prompt of `input` that `output` has no answer to yet; each answer is appended at once.
+
+    The files are checked before the model is loaded. An answer has the prompt's `index` (its line, from 0), `prompt`,
+    `text`, `token_ids`, `loops`, `token_loops`, `finish_reason`, and the `settings` it was made with. Raises UserError
+    for a malformed line (its number is said), for answers to other prompts or with other settings, for a prompt over
+    the context, and when `output` cannot be written.
+    """
+    prompts = [read_prompt(input, number, line) for number, line in enumerate(read_lines(input), start=1)]
+    if not prompts:
+        raise UserError(f'{input} is empty; give one JSON object a line, such as {{"prompt": "Once upon"}}.')
+    try:
+        with output.open("ab+") as file:
+            answered = answered_indices(output, file, prompts, settings)
+            left = [index for index in range(len(prompts)) if index not in answered]
+            if answered:
+                print(f"{len(answered)} of {len(prompts)} prompts are answered already.")
+            if left:
+                answer(input, file, prompts, left, settings, sampling, policy, load_engine())
+    except OSError as error:
+        raise UserError(
+            f"{output} cannot be written: {error.strerror}. Answers written so far are kept; run again to go on."
+        ) from None
+    print(f"{len(prompts)} answers in {output}")
+
+
+def answer(
+    input: Path,
+    file: BinaryIO,
+    prompts: list[str],
+    left: list[int],
+    settings: dict[str, Any],
+    sampling: "SamplingParams",
+    policy: "ExitPolicy | None",
+    engine: "Engine",
+) -> None:
+    """Generates for the prompts numbered in `left`, and appends each answer to `file`."""
+    from dataclasses import replace
+
+    token_ids: list[list[int]] = []
+    for index in left:
+        try:
+            token_ids.append(engine.prompt_token_ids(prompts[index], sampling))
+        except UserError as error:
+            raise UserError(f"{input}, line {index + 1}: {error}") from None
+    # A seed of its own for every prompt, and the same one when a run is resumed.
+    seeded = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index) for index in left]
+    for index, result in zip(left, engine.generate(token_ids, seeded, policy), strict=True):
+        record = answer_record(index, prompts[index], settings, result)
+        file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        file.flush()
+
+
+def answer_record(index: int, prompt: str, settings: dict[str, Any], result: "GenerationResult") -> dict[str, Any]:
+    """One line of the output."""
+    return {
+        "index": index,
+        "prompt": prompt,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "loops": result.loops,
+        "token_loops": result.token_loops,
+        "finish_reason": result.finish_reason,
+        "settings": settings,
+    }
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file, without empty ones at its end. Raises UserError when it cannot be read."""
+    try:
+        return decode_lines(path, path.read_bytes().rstrip())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def decode_lines(path: Path, content: bytes) -> list[str]:
+    """The lines of `content`, read from `path`. Raises UserError that names the line that is not UTF-8."""
+    try:
+        return content.decode().split("\n") if content else []
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {line}: the text is not UTF-8. Save it as UTF-8.") from None
+
+
+def read_object(path: Path, number: int, line: str) -> dict[str, Any]:
+    """The JSON object in a line. Raises UserError that names file and line."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno}).") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{path}, line {number}: holds a {type(record).__name__}; it must be a JSON object.")
+    return record
+
+
+def read_prompt(path: Path, number: int, line: str) -> str:
+    """The prompt in a line of the input. Raises UserError that names file and line."""
+    prompt = read_object(path, number, line).get("prompt")
+    if not isinstance(prompt, str) or not prompt:
+        raise UserError(f'{path}, line {number}: "prompt" is {prompt!r}; it must be a text that is not empty.')
+    return prompt
+
+
+def answered_indices(path: Path, file: BinaryIO, prompts: list[str], settings: dict[str, Any]) -> set[int]:
+    """Which prompts an output, open for reading and appending, has answers to.
+
+    A last line that was cut short when the run was killed is taken out. Raises UserError unless all lines are answers
+    to `prompts` with these `settings`.
+    """
+    file.seek(0)
+    whole, newline, rest = file.read().rpartition(b"\n")
+    if rest:  # every answer ends its line, so this one was cut short
+        file.truncate(len(whole + newline))
+    answered: set[int] = set()
+    for number, line in enumerate(decode_lines(path, whole), start=1):
+        record = read_object(path, number, line)
+        index = record.get("index")
+        if not isinstance(index, int) or not 0 <= index < len(prompts) or record.get("prompt") != prompts[index]:
+            raise UserError(
+                f"{path}, line {number}: answers another prompt than the input has. Choose another --output."
+            )
+        if record.get("settings") != settings:
+            raise UserError(
+                f"{path}, line {number}: was made with other options ({record.get('settings')}). Use the same ones to "
+                "go on, or choose another --output."
+            )
+        answered.add(index)
+    return answered

@@ -1,0 +1,264 @@
+"""The quickstart's phases, in order: look at the shipped checkpoint, train a new model, fold digits, report."""
+
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from looplm.data.documents import DocumentSplit, split_documents
+from looplm.data.evaluation_windows import EvaluationWindows
+from looplm.data.stdlib_text import load_stdlib_text
+from looplm.errors import UserError
+from looplm.evaluation.exit_curve import TABLE_THRESHOLDS, exit_curve, gate_statistics
+from looplm.evaluation.record import DepthRecord, record
+from looplm.hf.load import load, load_tokenizer
+from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.hf.save import save_checkpoint
+from looplm.inference import Engine, QuantileExit, SamplingParams
+from looplm.quickstart.plan import Plan
+from looplm.quickstart.shipped import read_training_log, shipped_directory, training_points
+from looplm.report.assemble import sample_tokens, text_model, twin_model
+from looplm.report.html import write_report
+from looplm.report.schema import (
+    Command,
+    FoldModel,
+    Machine,
+    Phase,
+    QuickstartReport,
+    Sample,
+    TextModel,
+)
+from looplm.report.terminal import print_report
+from looplm.training.telemetry import Telemetry, clock
+from looplm.training.text_model import Corpus, TextRecipe, new_model, prepare_corpus, train_stage
+from looplm.training.trainer import cpu_has_bf16
+
+SAMPLE_PROMPT = "def read_lines(path):\n"
+
+
+@dataclass
+class Progress:
+    """Says which phase runs, how long it should take and how much is left; keeps the time each took."""
+
+    console: Console
+    expected: dict[str, float]
+    """Phase -> seconds expected, in order."""
+    phases: list[Phase] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """One phase. Expectations that come out wrong stretch those still to come."""
+        done = sum(p.seconds for p in self.phases)
+        planned = sum(list(self.expected.values())[: len(self.phases)])
+        pace = done / planned if planned else 1.0
+        left = pace * sum(list(self.expected.values())[len(self.phases) :])
+        number = f"{len(self.phases) + 1}/{len(self.expected)}"
+        self.console.rule(f"[bold]{number} {name}[/bold]  (about {clock(left)} left in all)", align="left")
+        began = time.monotonic()
+        yield
+        self.phases.append(Phase(name=name, seconds=time.monotonic() - began))
+
+
+def expected_seconds(plan: Plan, smoke: bool) -> dict[str, float]:
+    """Phases in order and what each should take on two CPU cores."""
+    if smoke:
+        return {"The shipped checkpoint": 8, "Preparing text": 3, "Training": 6, "One-loop twin": 3, "Training the gate": 3,
+                "Measuring": 3, "Folding digits": 6, "Report": 6}  # fmt: skip
+    text = plan.text_seconds
+    return {"The shipped checkpoint": 40, "Preparing text": 8, "Training": text, "One-loop twin": text / 3,
+            "Training the gate": 30, "Measuring": 40, "Folding digits": 150, "Report": 10}  # fmt: skip
+
+
+def check_writable(out: Path) -> None:
+    """Makes `out`; raises UserError now rather than after ten minutes when nothing can be written there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UserError(f"Nothing can be written to {out}: {error.strerror}. Choose another --out.") from error
+
+
+def run(plan: Plan, out: Path, console: Console, *, smoke: bool) -> QuickstartReport:
+    """Everything the quickstart does; writes the new model to `out/model` and the report to `out`."""
+    progress = Progress(console, expected_seconds(plan, smoke))
+    with progress.phase("The shipped checkpoint"):
+        split = split_documents(load_stdlib_text(plan.corpus_bytes).documents)
+        split = replace(split, held_out=split.held_out[: plan.held_out_documents])
+        shipped = look_at_shipped(plan, split, console)
+    trained = train_text(plan, split, out, progress)
+    with progress.phase("Folding digits"):
+        fold = train_fold(plan, out, console)
+    with progress.phase("Report"):
+        report = QuickstartReport(
+            shipped=shipped,
+            trained=trained,
+            fold=fold,
+            machine=machine(),
+            phases=tuple(progress.phases),
+            next_commands=next_commands(out),
+            smoke=smoke,
+        )
+        json_path, html_path = write_report(report, out)
+    print_report(report, console)
+    console.print(f"\nThe whole report, with plots: {html_path}\nEvery number: {json_path}\n", soft_wrap=True)
+    console.print("[bold]Three commands to try next[/bold]")
+    for command in report.next_commands:
+        console.print(f"  {command.command}\n    {command.explanation}", soft_wrap=True, markup=False, highlight=False)
+    return report
+
+
+def look_at_shipped(plan: Plan, split: DocumentSplit, console: Console) -> TextModel:
+    """Loads the shipped checkpoint, lets it write a little, and measures it on this machine's held-out text."""
+    directory = shipped_directory()
+    model, tokenizer, log = load(directory, dtype="float32"), load_tokenizer(directory), read_training_log()
+    corpus = prepare_corpus(split, len(tokenizer), log.recipe.seq_len, tokenizer)
+    passed = measure(model, corpus.held_out, plan)
+    sample = write_sample(model, tokenizer, passed, plan)
+    console.print(f"[dim]{SAMPLE_PROMPT.strip()}[/dim] ... {len(sample.tokens)} tokens written, {sample_cost(sample)}")
+    hours = (log.stage_one_seconds + log.stage_two_seconds) / 3600
+    return text_model(
+        name="The shipped checkpoint",
+        description=(
+            f"Ships with the package. Trained on the standard library's own text for {hours:.1f} hours on "
+            f"{log.machine}; the documents it is measured on were held out then too."
+        ),
+        config=model.model.config,
+        record=passed,
+        stage_one_gate=log.stage_one_gate,
+        training_tokens=log.training_tokens,
+        training_seconds=log.stage_one_seconds + log.stage_two_seconds,
+        training=log.training,
+        sample=sample,
+    )
+
+
+def train_text(plan: Plan, split: DocumentSplit, out: Path, progress: Progress) -> TextModel:
+    """Trains a tokenizer, a looped model, its one-loop twin and its gate, and measures all of it."""
+    telemetry = Telemetry(out / "telemetry", progress.console)
+    with progress.phase("Preparing text"):
+        corpus = prepare_corpus(split, plan.text.vocab_size, plan.text.seq_len)
+        recipe = fit_to_time(plan, corpus)
+        progress.console.print(
+            f"{len(split.train)} documents, {corpus.train.num_text_bytes / 1e6:.1f} MB, "
+            f"{corpus.train.num_tokens:,} tokens of {corpus.train.bytes_per_token:.2f} bytes; "
+            f"{recipe.num_steps} steps of {recipe.batch_size * recipe.seq_len} tokens."
+        )
+    with progress.phase("Training"):
+        model = new_model(recipe, corpus, recipe.num_loops)
+        stage_one = train_stage(model, recipe.stage_one(recipe.num_loops, "looped"), recipe, corpus, telemetry)
+    with progress.phase("One-loop twin"):
+        twin = new_model(recipe, corpus, num_loops=1)
+        twin_stage = train_stage(twin, recipe.stage_one(1, "one-loop twin"), recipe, corpus, telemetry)
+    with progress.phase("Training the gate"):
+        before = gate_statistics(measure(model, corpus.held_out, plan, extra_loops=0))
+        stage_two = train_stage(model, recipe.stage_two("gate"), recipe, corpus, telemetry)
+    with progress.phase("Measuring"):
+        passed = measure(model, corpus.held_out, plan)
+        twin_pass = measure(twin, corpus.held_out, plan, extra_loops=0)
+        save_checkpoint(model, out / "model", corpus.tokenizer)
+        return text_model(
+            name="A new model",
+            description=(
+                f"Trained just now on {corpus.train.num_text_bytes / 1e6:.1f} MB of the standard library's text, "
+                "with Stage I (model and gate) and Stage II (gate alone)."
+            ),
+            config=model.model.config,
+            record=passed,
+            stage_one_gate=before,
+            training_tokens=stage_one.tokens,
+            training_seconds=stage_one.seconds + stage_two.seconds,
+            training=training_points(telemetry.records, "looped"),
+            twin=twin_model(
+                config=twin.model.config,
+                record=twin_pass,
+                looped_record=passed,
+                training_tokens=twin_stage.tokens,
+                training_seconds=twin_stage.seconds,
+            ),
+            sample=write_sample(model, corpus.tokenizer, passed, plan),
+        )
+
+
+def fit_to_time(plan: Plan, corpus: Corpus) -> TextRecipe:
+    """The plan's recipe with as many steps as this machine makes in `text_seconds`, measured on a throw-away model."""
+    recipe, probe = plan.text, 6
+    timed = recipe.model_copy(update={"num_steps": probe})
+    model = new_model(timed, corpus, recipe.num_loops)
+    train_stage(model, timed.stage_one(recipe.num_loops, "pace"), timed, corpus, Telemetry())  # warms up
+    took = train_stage(model, timed.stage_one(recipe.num_loops, "pace"), timed, corpus, Telemetry()).seconds / probe
+    steps = max(plan.min_steps, min(recipe.num_steps, round(plan.text_seconds / took)))
+    return recipe.model_copy(update={"num_steps": steps})
+
+
+def measure(
+    model: LoopLMForCausalLM, windows: EvaluationWindows, plan: Plan, extra_loops: int | None = None
+) -> DepthRecord:
+    """One recorded pass over held-out text, some loops beyond the trained depth."""
+    num_loops = model.model.config.num_loops + (plan.extra_loops if extra_loops is None else extra_loops)
+    with torch.autocast("cpu", torch.bfloat16) if cpu_has_bf16() else nullcontext():
+        return record(model, windows.batches(32), windows.document_bytes, num_loops)
+
+
+def write_sample(
+    model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase, passed: DepthRecord, plan: Plan
+) -> Sample:
+    """A sampled text at the threshold whose mean depth lies midway between one loop and all."""
+    threshold = middle_threshold(passed)
+    engine = Engine(model, tokenizer)
+    sampling = SamplingParams(max_tokens=plan.sample_tokens, temperature=0.7, top_p=0.9, seed=0, ignore_eos=True)
+    (result,) = engine.generate([SAMPLE_PROMPT], sampling, QuantileExit(threshold))
+    return Sample(
+        prompt=SAMPLE_PROMPT,
+        exit_threshold=threshold,
+        tokens=sample_tokens(tokenizer.decode, result.token_ids, result.loops, result.token_loops),
+        weight_passes=engine.stats.weight_passes,
+    )
+
+
+def middle_threshold(passed: DepthRecord) -> float:
+    """The round threshold whose mean claimed depth is nearest (1 + R) / 2."""
+    points = exit_curve(passed, TABLE_THRESHOLDS)
+    middle = (1 + passed.gated_loops()) / 2
+    return min(points, key=lambda point: abs(point.mean_loops - middle)).threshold
+
+
+def sample_cost(sample: Sample) -> str:
+    """What a sample cost, beside its claimed depth."""
+    count = len(sample.tokens)
+    claimed = sum(token.exit_loops for token in sample.tokens) / count
+    return f"claimed depth {claimed:.2f}, {sample.weight_passes / count:.2f} weight passes a token"
+
+
+def machine() -> Machine:
+    """What this runs on."""
+    return Machine(
+        looplm_version=version("looplm"),
+        torch_version=torch.__version__,
+        python_version=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def next_commands(out: Path) -> tuple[Command, ...]:
+    """Three things to try."""
+    return (
+        Command(
+            command='looplm generate stdlib-small --prompt "def main(" --exit-threshold 0.5 --show-depth',
+            explanation="Text from the shipped checkpoint, each token coloured by the loop it left at.",
+        ),
+        Command(command=f"looplm info {out / 'model'}", explanation="Parameters, FLOPs and cache of your new model."),
+        Command(
+            command=f'looplm generate {out / "model"} --prompt "import " --num-loops 1',
+            explanation="Your model at one loop; try 2, 4 and 6.",
+        ),
+    )

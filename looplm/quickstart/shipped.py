@@ -1,0 +1,46 @@
+"""The checkpoint that ships with the package, and the log of its training that lies beside it."""
+
+from pathlib import Path
+
+from looplm.evaluation.exit_curve import GateStatistics
+from looplm.hf.checkpoint import find_checkpoint
+from looplm.quickstart.plan import SHIPPED
+from looplm.report.schema import TrainingPoint
+from looplm.training.recipe import Strict
+from looplm.training.telemetry import Record
+from looplm.training.text_model import TextRecipe
+
+LOG_FILE = "training.json"
+
+
+class TrainingLog(Strict):
+    """What training.json holds: recipe, cost, and how it went."""
+
+    recipe: TextRecipe
+    training_tokens: int
+    """Tokens predicted in Stage I."""
+    stage_one_seconds: float
+    stage_two_seconds: float
+    machine: str
+    stage_one_gate: GateStatistics
+    """Held-out statistics of the gate before Stage II."""
+    training: tuple[TrainingPoint, ...]
+
+
+def shipped_directory() -> Path:
+    """Where the shipped checkpoint lies."""
+    return find_checkpoint(SHIPPED)
+
+
+def read_training_log() -> TrainingLog:
+    """The log of the shipped checkpoint."""
+    return TrainingLog.model_validate_json((shipped_directory() / LOG_FILE).read_text(encoding="utf-8"))
+
+
+def training_points(records: list[Record], stage: str, most: int = 200) -> tuple[TrainingPoint, ...]:
+    """The records of one stage as report points, thinned evenly to at most `most`."""
+    chosen = [r for r in records if r.stage == stage]
+    every = max(1, -(-len(chosen) // most))
+    return tuple(
+        TrainingPoint(step=r.step, loss_nats=tuple(r.loop_losses), exit_pdf=tuple(r.exit_pdf)) for r in chosen[::every]
+    )

@@ -1,0 +1,287 @@
+"""`looplm generate`: text, depth on show, files of prompts, and what it refuses."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from looplm.cli import main as cli
+from looplm.cli.generate import SHIPPED, generate
+from looplm.data.tokenizer import train_tokenizer
+from looplm.hf.config import LoopLMConfig
+from looplm.hf.load import load, load_tokenizer
+from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.hf.save import save_checkpoint
+from looplm.inference import Engine, FixedDepth, QuantileExit, SamplingParams
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A random model with a trained tokenizer, context 64, whose gate mixes depths."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(["the cat sat on the mat. " * 20], 280)
+    config = LoopLMConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_loops=3,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+    )
+    return save_checkpoint(LoopLMForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny", tokenizer)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Run:
+    """Runs `looplm generate ARGUMENTS`; returns exit status, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command()(generate)
+        monkeypatch.setattr(cli, "app", app)
+        monkeypatch.setattr(sys, "argv", ["looplm", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    """Five prompts in a file."""
+    path = tmp_path / "prompts.jsonl"
+    texts = ["the cat", "the mat", "on", "ça 🙂", "the cat sat on the mat."]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def read_answers(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# --- One prompt -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        (["--exit-threshold", 0.4], QuantileExit(0.4)),
+        (["--num-loops", 2], FixedDepth(2)),
+        ([], FixedDepth(3)),  # nothing is saved in this checkpoint
+    ],
+)
+def test_prompt_and_continuation_are_printed(options, policy, checkpoint, run):
+    engine = Engine(load(checkpoint), load_tokenizer(checkpoint))
+    (expected,) = engine.generate(["the cat"], SamplingParams(max_tokens=9), policy)
+    status, out, err = run(checkpoint, "--prompt", "the cat", "--max-tokens", 9, *options)
+    assert (status, out, err) == (0, f"the cat{expected.text}\n", "")
+
+
+def test_sampling_options_reach_the_engine(checkpoint, run):
+    engine = Engine(load(checkpoint, dtype="bfloat16"), load_tokenizer(checkpoint))
+    params = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.8, seed=4)
+    (expected,) = engine.generate(["the cat"], params, QuantileExit(0.4))
+    options = "--max-tokens 9 --temperature 0.9 --top-p 0.8 --seed 4 --exit-threshold 0.4 --dtype bf16 --device cpu"
+    assert run(checkpoint, "--prompt", "the cat", *options.split()) == (0, f"the cat{expected.text}\n", "")
+
+
+def test_more_loops_than_trained_are_allowed_with_a_warning(checkpoint, run):
+    status, out, err = run(checkpoint, "--prompt", "the cat", "--num-loops", 5, "--max-tokens", 2)
+    assert status == 0 and out.startswith("the cat")
+    assert "5 loops are more than the 3" in err
+
+
+def test_show_depth_marks_tokens_and_counts_the_work(checkpoint, run):
+    engine = Engine(load(checkpoint), load_tokenizer(checkpoint))
+    (result,) = engine.generate(["the cat"], SamplingParams(max_tokens=20), QuantileExit(0.4))
+    assert len(set(result.loops)) == 3
+    status, out, _ = run(
+        checkpoint, "--prompt", "the cat", "--max-tokens", 20, "--exit-threshold", 0.4, "--show-depth"
+    )
+    assert status == 0
+    text, legend_and_table = out.split("left at")
+    # Written to a file there are no colours, so each token is followed by its loop.
+    assert [character for character in text if character in "¹²³"] == ["¹²³"[loop - 1] for loop in result.loops]
+    share = result.loops.count(2) / 20
+    assert f"loop 2 ² {share:.0%}" in legend_and_table
+    lines = [line.split() for line in legend_and_table.splitlines()]
+    stats = engine.stats
+    assert ["this", "text", f"{stats.mean_loops:.2f}", f"{stats.weight_passes}", f"{stats.token_loops}"] in lines
+    assert ["all", "3", "loops", "3.00", "57", "57"] in lines
+
+
+def test_show_depth_colours_tokens_on_a_terminal(checkpoint):
+    from looplm.cli.generate import depth_text, loop_style
+
+    engine = Engine(load(checkpoint), load_tokenizer(checkpoint))
+    (result,) = engine.generate(["the cat"], SamplingParams(max_tokens=20), QuantileExit(0.4))
+    text = depth_text(engine, "the cat", result, colours=True)
+    assert text.plain.startswith("the cat") and "¹" not in text.plain
+    styles = {str(span.style) for span in text.spans}
+    assert styles == {f"not dim {loop_style(loop)}" for loop in set(result.loops)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num-loops", "0"], "depth counts loops from 1"),
+        (["--num-loops", "-3"], "depth counts loops from 1"),
+        (["--num-loops", "2.5"], "--num-loops"),
+        (["--exit-threshold", "-1"], "exit threshold is -1.0"),
+        (["--exit-threshold", "nan"], "exit threshold is nan"),
+        (["--exit-threshold", "abc"], "abc"),
+        (["--num-loops", "2", "--exit-threshold", "0.5"], "give one of them"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--max-tokens", "1000"], "more than the 64 positions"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "2"], "top_p is 2.0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--device", "toaster"], "--device toaster"),
+        (["--dtype", "int8"], "dtype is 'int8'"),
+        (["--prompt", ""], "The prompt is empty"),
+        (["--input", "x.jsonl"], "either --prompt"),
+        (["--output", "x.jsonl"], "--input and --output go together"),
+    ],
+)
+def test_bad_options_are_a_message_and_status_2(options, message, checkpoint, run):
+    status, out, err = run(checkpoint, "--prompt", "the cat", *options)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_prompt_is_needed(checkpoint, run):
+    status, _, err = run(checkpoint)
+    assert status == 2 and "--prompt" in err
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(checkpoint, tmp_path, run):
+    bare = save_checkpoint(load(checkpoint), tmp_path / "bare")
+    status, out, err = run(bare, "--prompt", "the cat")
+    assert (status, out) == (2, "") and "tokenizer" in err
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path, run):
+    status, out, err = run(tmp_path / "missing", "--prompt", "the cat")
+    assert (status, out) == (2, "") and "missing" in err
+
+
+def test_a_broken_model_is_said_to_be_broken(checkpoint, tmp_path, run):
+    model = load(checkpoint)
+    torch.nn.init.constant_(model.lm_head.weight, torch.inf)
+    broken = save_checkpoint(model, tmp_path / "broken", load_tokenizer(checkpoint))
+    status, out, err = run(broken, "--prompt", "the cat", "--max-tokens", 3)
+    assert (status, out) == (2, "") and "not finite" in err
+
+
+def test_the_shipped_checkpoint_is_the_default():
+    from looplm.quickstart.plan import SHIPPED as shipped
+
+    assert shipped == SHIPPED
+
+
+# --- A file of prompts ------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_prompts_is_answered(checkpoint, prompts, tmp_path, run):
+    output = tmp_path / "answers.jsonl"
+    options = ["--max-tokens", 9, "--exit-threshold", 0.4, "--temperature", 0.7, "--seed", 3]
+    status, out, err = run(checkpoint, "--input", prompts, "--output", output, *options)
+    assert (status, err) == (0, "") and "5 answers" in out
+    answers = read_answers(output)
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3, 4]
+    engine = Engine(load(checkpoint), load_tokenizer(checkpoint))
+    for index, (answer, line) in enumerate(
+        zip(answers, prompts.read_text(encoding="utf-8").splitlines(), strict=True)
+    ):
+        assert answer["prompt"] == json.loads(line)["prompt"]
+        params = SamplingParams(max_tokens=9, temperature=0.7, seed=3 + index)
+        (expected,) = engine.generate([answer["prompt"]], params, QuantileExit(0.4))
+        assert answer["text"] == expected.text and answer["loops"] == expected.loops
+        assert answer["token_loops"] == expected.token_loops and answer["token_ids"] == expected.token_ids
+
+
+@pytest.mark.parametrize("cut", [0, 5, 180])
+def test_an_interrupted_run_goes_on(cut, checkpoint, prompts, tmp_path, run):
+    """Killed after two answers and some bytes of the third; the rest is the same as without interruption."""
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    options = ["--max-tokens", 9, "--exit-threshold", 0.4, "--temperature", 0.7, "--seed", 3]
+    run(checkpoint, "--input", prompts, "--output", whole, *options)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:2]) + lines[2][:cut])
+    status, out, _ = run(checkpoint, "--input", prompts, "--output", output, *options)
+    assert status == 0 and "2 of 5 prompts are answered already" in out
+    assert output.read_bytes() == whole.read_bytes()
+    status, out, _ = run(checkpoint, "--input", prompts, "--output", output, *options)
+    assert status == 0 and "5 of 5" in out
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def test_a_line_cut_inside_a_character_is_made_anew(checkpoint, prompts, tmp_path, run):
+    output = tmp_path / "answers.jsonl"
+    output.write_bytes('{"index": 0, "prompt": "ç'.encode()[:-1])
+    status, _, _ = run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 2)
+    assert status == 0 and len(read_answers(output)) == 5
+
+
+def test_other_options_do_not_mix_with_earlier_answers(checkpoint, prompts, tmp_path, run):
+    output = tmp_path / "answers.jsonl"
+    run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 2)
+    before = output.read_bytes()
+    status, _, err = run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 3)
+    assert status == 2 and "line 1: was made with other options" in err
+    prompts.write_text('{"prompt": "something else"}\n', encoding="utf-8")
+    status, _, err = run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 2)
+    assert status == 2 and "line 1: answers another prompt" in err
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"  \n\n", "is empty"),
+        (b'{"prompt": "a"}\n{"prompt": \n', "line 2: not valid JSON"),
+        (b'{"prompt": "a"}\n\n{"prompt": "b"}\n', "line 2: not valid JSON"),
+        (b'{"prompt": "a"}\n["b"]\n', "line 2: holds a list"),
+        (b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: "prompt" is None'),
+        (b'{"prompt": ""}\n', "line 1: \"prompt\" is ''"),
+        (b'{"prompt": 3}\n', 'line 1: "prompt" is 3'),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2: the text is not UTF-8"),
+        (b'{"prompt": "a"}\n{"prompt": "' + b"xyz" * 40 + b'"}\n', "line 2: The prompt has 120 tokens"),
+    ],
+)
+def test_a_bad_line_is_named(content, message, checkpoint, tmp_path, run):
+    (tmp_path / "prompts.jsonl").write_bytes(content)
+    output = tmp_path / "answers.jsonl"
+    status, out, err = run(checkpoint, "--input", tmp_path / "prompts.jsonl", "--output", output, "--max-tokens", 2)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert not output.exists() or output.read_bytes() == b""
+
+
+def test_a_missing_input_or_an_unwritable_output_is_said_before_the_model_is_loaded(prompts, tmp_path, run):
+    status, _, err = run("no-such-model", "--input", tmp_path / "none.jsonl", "--output", tmp_path / "a.jsonl")
+    assert status == 2 and "none.jsonl cannot be read" in err
+    status, _, err = run("no-such-model", "--input", prompts, "--output", tmp_path / "no" / "a.jsonl")
+    assert status == 2 and "cannot be written" in err
+    status, _, err = run("no-such-model", "--input", prompts, "--output", tmp_path)
+    assert status == 2 and "cannot be written" in err
+
+
+def test_show_depth_is_for_one_prompt(checkpoint, prompts, tmp_path, run):
+    status, _, err = run(checkpoint, "--input", prompts, "--output", tmp_path / "a.jsonl", "--show-depth")
+    assert status == 2 and "--show-depth" in err
