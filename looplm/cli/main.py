@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from looplm.cli import generate, info, quickstart
 from looplm.errors import UserError
 
 app = typer.Typer(
@@ -39,6 +40,11 @@ def _options(
     ] = False,
 ) -> None:
     """Options that stand before the command."""
+
+
+app.command("quickstart")(quickstart.quickstart)
+app.command("info")(info.info)
+app.command("generate")(generate.generate)
 
 
 def main() -> None:

@@ -8,7 +8,9 @@ import typer
 
 def quickstart(
     out: Annotated[Path, typer.Option(help="Directory for the new model and the report.")] = Path("runs/quickstart"),
-    smoke: Annotated[bool, typer.Option("--smoke", help="Everything in under a minute, too small to judge by.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Everything in under a minute, too small to judge by.")
+    ] = False,
 ) -> None:
     """Show adaptive depth, train a small LoopLM of text and one of a task, measure both, write a report.
 

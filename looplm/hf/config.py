@@ -7,7 +7,7 @@ Both are read from and written to `config.json` by transformers, and both map to
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from transformers import PretrainedConfig
 
@@ -212,12 +212,14 @@ class OuroConfig(PretrainedConfig):
 def build_model_config(fields: dict[str, Any]) -> LoopedConfig:
     """A LoopedConfig from plain values. Raises UserError when a value is impossible or of the wrong type."""
     for name, value in fields.items():
-        expected = _FIELDS[name].type
-        if get_origin(expected) is Literal:  # LoopedConfig names the choices itself
+        expected: Any = _FIELDS[name].type
+        if get_origin(expected) is Literal:
+            if value not in get_args(expected):
+                raise UserError(f"{name} is {value!r} in the config; choose one of {', '.join(get_args(expected))}.")
             continue
         accepted = (int, float) if expected is float else expected
-        if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):  # pyright: ignore[reportArgumentType]
-            raise UserError(f"{name} is {value!r} in the config; it must be of type {expected.__name__}.")  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):
+            raise UserError(f"{name} is {value!r} in the config; it must be of type {expected.__name__}.")
     try:
         return LoopedConfig(**fields)
     except ValueError as error:

@@ -40,8 +40,8 @@ class Plan(Strict):
     extra_loops: int
     """Loops beyond the trained depth that are measured too."""
     sample_tokens: int
-    fold_share: float
-    """Share of the fold task's own number of steps."""
+    fold_steps: int
+    fold_gate_steps: int
 
 
 TEXT_RECIPE = TextRecipe(
@@ -65,7 +65,8 @@ FULL = Plan(
     held_out_documents=None,
     extra_loops=2,
     sample_tokens=160,
-    fold_share=1.0,
+    fold_steps=1200,
+    fold_gate_steps=200,
 )
 
 SMOKE = Plan(
@@ -77,5 +78,6 @@ SMOKE = Plan(
     held_out_documents=6,
     extra_loops=1,
     sample_tokens=24,
-    fold_share=0.02,
+    fold_steps=30,
+    fold_gate_steps=10,
 )  # fmt: skip

@@ -23,6 +23,10 @@ from looplm.hf.load import load, load_tokenizer
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.hf.save import save_checkpoint
 from looplm.inference import Engine, QuantileExit, SamplingParams
+from looplm.lab.fold import FoldTask
+from looplm.lab.fold_evaluation import evaluate_fold
+from looplm.lab.fold_recipe import fold_config, fold_stages, train_fold
+from looplm.model.flops import count_parameters
 from looplm.quickstart.plan import Plan
 from looplm.quickstart.shipped import read_training_log, shipped_directory, training_points
 from looplm.report.assemble import sample_tokens, text_model, twin_model
@@ -96,7 +100,7 @@ def run(plan: Plan, out: Path, console: Console, *, smoke: bool) -> QuickstartRe
         shipped = look_at_shipped(plan, split, console)
     trained = train_text(plan, split, out, progress)
     with progress.phase("Folding digits"):
-        fold = train_fold(plan, out, console)
+        fold = train_fold_model(plan, out, console)
     with progress.phase("Report"):
         report = QuickstartReport(
             shipped=shipped,
@@ -186,6 +190,31 @@ def train_text(plan: Plan, split: DocumentSplit, out: Path, progress: Progress) 
             ),
             sample=write_sample(model, corpus.tokenizer, passed, plan),
         )
+
+
+def train_fold_model(plan: Plan, out: Path, console: Console) -> FoldModel:
+    """Trains and measures the fold task's model."""
+    task = FoldTask()
+    config = fold_config(task)
+    stages = fold_stages(num_steps=plan.fold_steps, gate_steps=plan.fold_gate_steps)
+    telemetry = Telemetry(out / "telemetry", console)
+    began = time.monotonic()
+    model = train_fold(task, config, stages, telemetry)
+    seconds = time.monotonic() - began
+    found = evaluate_fold(model, task)
+    return FoldModel(
+        description=(
+            f"One layer of width {config.hidden_size}, {config.num_loops} loops, trained on 1 to {task.max_k} lookups; "
+            "only the final answer is ever shown to it. Then the gate alone."
+        ),
+        num_parameters=count_parameters(model.model.config).total,
+        training_steps=sum(stage.num_steps for stage in stages),
+        training_seconds=seconds,
+        trained_loops=found.trained_loops,
+        groups=found.groups,
+        gate=found.gate,
+        training=training_points(telemetry.records, stages[0].name),
+    )
 
 
 def fit_to_time(plan: Plan, corpus: Corpus) -> TextRecipe:

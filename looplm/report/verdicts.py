@@ -166,8 +166,8 @@ def work_verdict(points: tuple[ExitPoint, ...]) -> Verdict:
     saved_loops = 1 - point.token_loops_per_token / num_loops
     return Verdict(
         f"At threshold {point.threshold:g} a token is read out after {point.mean_loops:.2f} of {num_loops} loops. At "
-        f"batch 1 with the exact cache that saves {saved_passes:.0%} of the weight passes, and {saved_loops:.0%} of the "
-        f"token-loops: {point.token_loops_per_token:.2f} are computed for it in the end.",
+        f"batch 1 with the exact cache that saves {saved_passes:.0%} of the weight passes, and {saved_loops:.0%} of "
+        f"the token-loops: {point.token_loops_per_token:.2f} are computed for it in the end.",
         None,
     )
 

@@ -141,7 +141,7 @@ def test_show_depth_colours_tokens_on_a_terminal(checkpoint):
         (["--num-loops", "2.5"], "--num-loops"),
         (["--exit-threshold", "-1"], "exit threshold is -1.0"),
         (["--exit-threshold", "nan"], "exit threshold is nan"),
-        (["--exit-threshold", "abc"], "abc"),
+        (["--exit-threshold", "abc"], "--exit-threshold"),
         (["--num-loops", "2", "--exit-threshold", "0.5"], "give one of them"),
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--max-tokens", "1000"], "more than the 64 positions"),

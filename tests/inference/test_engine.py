@@ -276,13 +276,13 @@ def test_impossible_engines_are_refused(options, make_lm):
 
 
 @pytest.mark.parametrize("shape", ["ouro", "prelude_coda"])
-@pytest.mark.parametrize("max_batch", [1, 4])
+@pytest.mark.parametrize("max_batch", [1, 2, 4])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_one_request_breaks_and_the_others_go_on(shape, max_batch, poison, make_lm):
-    """With one slot, the next request takes over the slot of the broken one, NaN keys and all."""
+    """With two slots, the third request takes over the broken one's, and reads as far as the long first one's keys."""
     lm = make_lm(shape)
     lm.model.embed_tokens.weight.data[7] = poison
-    prompts = [[1, 2], [3, 7, 4, 5, 6, 8, 9, 10, 11], [5, 6, 2], [4]]
+    prompts = [[1, 2] * 10, [3, 7, 4, 5, 6, 8, 9, 10, 11], [5, 6, 2], [4]]
     results = list(Engine(lm, max_batch=max_batch).generate(prompts, TWELVE, QuantileExit(0.5)))
     assert results[1].finish_reason == "error"
     assert results[1].token_ids == results[1].loops == []

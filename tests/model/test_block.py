@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from looplm.model.attention import AttentionContext
 from looplm.model.block import MLP, Block
+from looplm.model.cache import GrowingKVCache
 from looplm.model.config import LoopedConfig, NormPlacement
 from looplm.model.rope import rope_cos_sin
 
@@ -140,16 +141,16 @@ def test_mlp_is_swiglu_with_its_biases(make_config: Callable[..., LoopedConfig])
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_attention_keeps_the_dtype_of_its_values_under_autocast(
+def test_attention_under_autocast_keeps_keys_as_narrow_as_values(
     qk_norm: bool, make_config: Callable[..., LoopedConfig]
 ):
-    """RoPE and q/k norm widen to float32 under autocast; scores with bfloat16 values would then be refused."""
+    """RoPE and q/k norm widen to float32 there; a cache would hold keys of twice the size it should."""
     config = make_config(qk_norm=qk_norm)
-    attention = Block(config, layer_idx=0).self_attn
+    attention, cache = Block(config, layer_idx=0).self_attn, GrowingKVCache(config)
     x = torch.randn(2, 4, 12)
-    tables = AttentionContext(*rope_cos_sin(torch.arange(4)[None], config.head_dim, 1e4, torch.float32))
-    exact = attention(x, tables, 0, {})
+    tables = rope_cos_sin(torch.arange(4)[None], config.head_dim, 1e4, torch.float32)
+    exact = attention(x, AttentionContext(*tables), 0, {})
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = attention(x, tables, 0, {})
-    assert out.dtype == torch.bfloat16
+        out = attention(x, AttentionContext(*tables, cache=cache), 0, {})
+    assert out.dtype == cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.02)

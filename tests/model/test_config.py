@@ -35,6 +35,7 @@ def annotations_unchecked() -> Iterator[None]:
         ({"num_prelude_layers": -1}, "num_prelude_layers is -1; it must not be negative"),
         ({"num_coda_layers": -2}, "num_coda_layers is -2; it must not be negative"),
         ({"initializer_range": -0.1}, "initializer_range is -0.1; it must not be negative"),
+        ({"initializer_range": float("nan")}, "initializer_range is nan; it must not be negative"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 5}, "head_dim is 5; rotary embeddings need an even one"),
         ({"norm_placement": "peri"}, "norm_placement is 'peri'; choose one of ouro, pre, post, sandwich, magic"),

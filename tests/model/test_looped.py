@@ -67,6 +67,13 @@ def test_without_a_prelude_the_first_state_is_the_bare_embedding(make_model: Mak
     assert torch.equal(model.encode(ids, model.context(ids)), model.embed_tokens.weight[ids])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_rotary_tables_have_the_dtype_of_the_weights(make_model: MakeModel, dtype: torch.dtype):
+    """As in the released code, where a bfloat16 model rotates in bfloat16."""
+    context = make_model().to(dtype).context(random_ids(2, 5))
+    assert context.cos.dtype == context.sin.dtype == dtype
+
+
 def test_normed_and_raw_loop_state(make_model: MakeModel):
     """What the next loop reads differs; what gate and head read does not."""
     raw_state = torch.randn(2, 4, 12, dtype=torch.float64)

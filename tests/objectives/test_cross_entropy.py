@@ -60,7 +60,7 @@ def value_and_gradients(function: Any, arguments: tuple[Any, ...]) -> list[Tenso
 def test_it_is_the_cross_entropy_of_full_logits_in_value_and_gradient(
     monkeypatch: pytest.MonkeyPatch, chunk: int, num_ignored: int
 ):
-    """In chunks of one token, of four (which divide neither 14 nor 9) and all at once; with none, some, all ignored."""
+    """In chunks of one token, of four (which divide neither 14 nor 9) and all at once; none, some, all ignored."""
     monkeypatch.setattr(module, "CHUNK_LOGITS", chunk * V)
     arguments = inputs(num_ignored)
     ours, full = (value_and_gradients(function, arguments) for function in (weighted_cross_entropy, plain))
