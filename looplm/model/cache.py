@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from looplm.errors import UserError
 from looplm.model.config import LoopedConfig
 
 LoopIndex = int | Int[Tensor, " B"]
@@ -75,4 +76,9 @@ class GrowingKVCache:
             keys = torch.cat((self.keys[slot], keys), dim=1)
             values = torch.cat((self.values[slot], values), dim=1)
         self.keys[slot], self.values[slot] = keys, values
+        if keys.shape[1] != self.seq_len:  # slot 0 is the first that a pass updates
+            raise UserError(
+                f"Loop {loop_idx + 1} of the cache holds {keys.shape[1]} positions, loop 1 holds {self.seq_len}: "
+                "an earlier call ran fewer loops. Run every call on one cache at the same num_loops."
+            )
         return keys, values

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from looplm.errors import UserError
+
 NormPlacement = Literal["ouro", "pre", "post", "sandwich", "magic"]
 FinalNorm = Literal["rms", "frms", "none"]
 LoopState = Literal["normed", "raw"]
@@ -13,7 +15,7 @@ Injection = Literal["none", "scalar", "add", "concat"]
 class LoopedConfig:
     """Shape and wiring of a :class:`~looplm.model.looped.LoopedTransformer`.
 
-    Field names follow the Hugging Face convention where one exists. Raises ``ValueError`` on
+    Field names follow the Hugging Face convention where one exists. Raises ``UserError`` on
     construction when a value is impossible; every message says which field and what is allowed.
     """
 
@@ -36,7 +38,7 @@ class LoopedConfig:
     num_prelude_layers: int = 0
     """Layers run once, before the first loop (Huginn's prelude)."""
     num_coda_layers: int = 0
-    """Layers run once, after the last loop, before the LM head (Huginn's coda)."""
+    """Layers between a loop that is read out and the LM head; generation runs them once a token (Huginn's coda)."""
     norm_placement: NormPlacement = "ouro"
     """ouro: x + N2(F(N1 x)); pre: x + F(N x); post: N(x + F x); sandwich: N2(x + F(N1 x));
     magic: pre with parameter-free norms, and one more at the exit of the core (HRM-Text; Closing the Loop 3.3)."""
@@ -74,17 +76,17 @@ class LoopedConfig:
         )
         for name in positive.split():
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be positive.")
+                raise UserError(f"{name} is {getattr(self, name)!r}; it must be positive.")
         for name in ("num_prelude_layers", "num_coda_layers", "lora_rank", "initializer_range"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be negative.")
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name} is {getattr(self, name)!r}; it must not be negative.")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            raise UserError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}."
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; rotary embeddings need an even one.")
+            raise UserError(f"head_dim is {self.head_dim}; rotary embeddings need an even one.")
         for name, allowed in (
             ("norm_placement", NormPlacement),
             ("final_norm", FinalNorm),
@@ -92,7 +94,7 @@ class LoopedConfig:
             ("injection", Injection),
         ):
             if getattr(self, name) not in get_args(allowed):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(allowed))}.")
+                raise UserError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(allowed))}.")
 
     @property
     def num_layers(self) -> int:

@@ -30,7 +30,7 @@ _LAYER_NORMS: Mapping[str, tuple[str, ...]] = {
 def parameter_shapes(config: LoopedConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this config stores, in Ouro's names (arXiv 2510.25741).
 
-    A tied LM head is the embedding and is not listed. A scalar parameter has the shape `()`.
+    A tied LM head is the embedding and is not listed.
     """
     return {name: shape for group in _shapes_by_group(config).values() for name, shape in group.items()}
 
@@ -88,7 +88,7 @@ def _stack_shapes(config: LoopedConfig, prefix: str, num_layers: int) -> dict[st
 def _injection_shapes(config: LoopedConfig) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     if config.injection == "scalar":
-        return {"model.injection.logit": (), "model.injection.norm.weight": (hidden,)}
+        return {"model.injection.logit": (1,), "model.injection.norm.weight": (hidden,)}
     if config.injection == "concat":
         return {"model.injection.proj.weight": (hidden, 2 * hidden)}
     return {}

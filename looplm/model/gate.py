@@ -64,6 +64,6 @@ def exit_entropy(gate_logits: Float[Tensor, "R *batch"]) -> Float[Tensor, "*batc
 
 def expected_loops(gate_logits: Float[Tensor, "R *batch"]) -> Float[Tensor, "*batch"]:
     """E[r] under the exit pdf, between 1 and R."""
-    pdf = exit_pdf(gate_logits)
-    loops = torch.arange(1, pdf.shape[0] + 1, device=pdf.device, dtype=pdf.dtype)
-    return torch.tensordot(loops, pdf, dims=1)
+    # E[r] = 1 + sum of S_r over r < R. Unlike sum r p_r it cannot round out of [1, R], and it is no matrix
+    # product, which autocast would run in bfloat16.
+    return 1 + survival(gate_logits[:-1]).sum(0)

@@ -20,13 +20,14 @@ class ScalarInjection(nn.Module):
 
     def __init__(self, config: LoopedConfig) -> None:
         super().__init__()
-        self.logit = nn.Parameter(torch.tensor(SCALAR_START))
+        self.logit = nn.Parameter(torch.full((1,), SCALAR_START))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, embeds: Float[Tensor, "B S D"], state: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
-        # In the state's dtype at the end: a float32 scalar must not widen a bfloat16 state.
-        weight = torch.sigmoid(self.logit)
-        return (weight * embeds + (1 - weight) * self.norm(state)).to(state.dtype)
+        # In the state's dtype at the end: under autocast the float32 norm vector would widen a bfloat16 state.
+        # 1 - w is taken from the logit: in bfloat16 w = 0.99 has two digits and 1 - w would be a fifth off.
+        weight, rest = torch.sigmoid(self.logit), torch.sigmoid(-self.logit)
+        return (weight * embeds + rest * self.norm(state)).to(state.dtype)
 
 
 class AddInjection(nn.Module):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
 from looplm.errors import UserError
@@ -22,7 +22,7 @@ from looplm.model.attention import AttentionContext
 from looplm.model.block import Block
 from looplm.model.cache import LoopIndex, SequenceCache
 from looplm.model.config import LoopedConfig
-from looplm.model.injection import ConcatInjection, ScalarInjection, build_injection
+from looplm.model.injection import SCALAR_START, ConcatInjection, ScalarInjection, build_injection
 from looplm.model.lora import LayerLora, LoraBank
 from looplm.model.mask import causal_mask, positions_from_documents, positions_from_mask
 from looplm.model.norm import RMSNorm
@@ -97,7 +97,7 @@ class LoopedTransformer(nn.Module):
         """
         x = self._inject(state, loop_idx, embeds)
         for i, layer in enumerate(self.layers):
-            x = layer(x, context, loop_idx, self.lora[i].select(loop_idx) if self.lora is not None else {})
+            x = layer(x, context, loop_idx, self.lora[i](loop_idx) if self.lora is not None else {})
         return self.core_exit_norm(x)
 
     def _inject(self, state: Tensor, loop_idx: LoopIndex, embeds: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class LoopedTransformer(nn.Module):
     def run_coda(
         self, hidden: Float[Tensor, "B S D"], loop_idx: LoopIndex, context: AttentionContext
     ) -> Float[Tensor, "B S D"]:
-        """The coda layers and their norm; without a coda, `hidden` itself."""
+        """The coda layers and their norm; without a coda, `hidden` itself. `loop_idx` keeps the cached keys apart."""
         for layer in self.coda:
             hidden = layer(hidden, context, loop_idx, {})
         return self.coda_norm(hidden)
@@ -132,16 +132,17 @@ class LoopedTransformer(nn.Module):
     def forward(
         self,
         input_ids: Int[Tensor, "B S"],
-        attention_mask: Integer[Tensor, "B M"] | None = None,
+        attention_mask: Integer[Tensor, "B M"] | Bool[Tensor, "B M"] | None = None,
         position_ids: Int[Tensor, "#B S"] | None = None,
         document_ids: Int[Tensor, "B S"] | None = None,
         num_loops: int | None = None,
         cache: SequenceCache | None = None,
     ) -> LoopedOutput:
-        """Runs all loops over a batch.
+        """Runs all loops over a batch, and the coda after each.
 
         attention_mask: 1 at real tokens, 0 at padding on either side; with a cache it covers the cached
-        positions too. document_ids: packed documents, which do not see each other; not with a cache.
+        positions too. document_ids: packed documents, which do not see each other; an id must not come back
+        after another one; not with a cache.
         position_ids: rotary positions; by default they count real tokens, or restart at each document.
         num_loops: depth of this call, R when None; may exceed R. Raises UserError below 1.
         """
@@ -156,7 +157,7 @@ class LoopedTransformer(nn.Module):
     def context(
         self,
         input_ids: Int[Tensor, "B S"],
-        attention_mask: Integer[Tensor, "B M"] | None = None,
+        attention_mask: Integer[Tensor, "B M"] | Bool[Tensor, "B M"] | None = None,
         position_ids: Int[Tensor, "#B S"] | None = None,
         document_ids: Int[Tensor, "B S"] | None = None,
         cache: SequenceCache | None = None,
@@ -166,6 +167,11 @@ class LoopedTransformer(nn.Module):
         if document_ids is not None and past:
             raise UserError("document_ids mark packed training rows; they cannot be combined with a filled cache.")
         seq_len, device = input_ids.shape[1], input_ids.device
+        if attention_mask is not None and attention_mask.shape[1] != past + seq_len:
+            raise UserError(
+                f"attention_mask covers {attention_mask.shape[1]} positions; it must cover the {past} cached and the "
+                f"{seq_len} new ones."
+            )
         index = torch.arange(past, past + seq_len, device=device)[None]  # (1, S)
         mask = None
         # A single new token may read everything cached; only padding or packing then needs a mask.
@@ -205,6 +211,7 @@ def initialize(module: nn.Module, std: float) -> None:
         nn.init.normal_(module.a, std=std)
         nn.init.zeros_(module.b)
     elif isinstance(module, ScalarInjection):
+        nn.init.constant_(module.logit, SCALAR_START)
         nn.init.constant_(module.norm.weight, std)  # pyright: ignore[reportArgumentType]
     elif isinstance(module, ConcatInjection):
         nn.init.zeros_(module.proj.weight)

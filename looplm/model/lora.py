@@ -34,6 +34,10 @@ class LoraBank(nn.Module):
         self.a = nn.Parameter(torch.empty(num_loops, rank, in_features))
         self.b = nn.Parameter(torch.zeros(num_loops, out_features, rank))
 
+    def forward(self, loop_idx: LoopIndex) -> tuple[Tensor, Tensor]:
+        """a and b of one loop, or of each row's."""
+        return self.a[loop_idx], self.b[loop_idx]
+
 
 class LayerLora(nn.ModuleDict):
     """The banks of one core layer, by projection name.
@@ -52,13 +56,12 @@ class LayerLora(nn.ModuleDict):
         self.scale = config.lora_alpha / config.lora_rank
         self.last_loop = config.num_loops - 1
 
-    def select(self, loop_idx: LoopIndex) -> LoraSlices:
+    def forward(self, loop_idx: LoopIndex) -> LoraSlices:
         """The slices of one loop, or of each row's loop. Loops beyond the trained R use the last bank."""
-        if isinstance(loop_idx, int):
-            loop_idx = min(loop_idx, self.last_loop)
-        else:
-            loop_idx = loop_idx.clamp(max=self.last_loop)
-        return {name: (bank.a[loop_idx], self.scale * bank.b[loop_idx]) for name, bank in self.items()}
+        last = self.last_loop
+        loop_idx = min(loop_idx, last) if isinstance(loop_idx, int) else loop_idx.clamp(max=last)
+        slices = {name: bank(loop_idx) for name, bank in self.items()}
+        return {name: (a, self.scale * b) for name, (a, b) in slices.items()}
 
 
 def project(

@@ -84,9 +84,9 @@ def test_full_rank_makes_every_loop_a_layer_of_its_own(make_model: MakeModel):
 def test_a_vector_of_loops_gathers_a_slice_for_each_row(make_model: MakeModel):
     layer = make_model(lora_rank=2).get_submodule("lora.0")
     assert isinstance(layer, LayerLora)
-    rows = layer.select(torch.tensor([1, 0, 7]))
+    rows = layer(torch.tensor([1, 0, 7]))
     for row, loop in enumerate((1, 0, 2)):  # 7 is beyond the trained loops: the last bank
-        for name, (a, b) in layer.select(loop).items():
+        for name, (a, b) in layer(loop).items():
             assert torch.equal(rows[name][0][row], a) and torch.equal(rows[name][1][row], b)
 
 
