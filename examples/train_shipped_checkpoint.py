@@ -7,7 +7,6 @@ recipe and the log of the run in its training.json, to `runs/shipped/stdlib-smal
 """
 
 import argparse
-import dataclasses
 import platform
 from pathlib import Path
 
@@ -79,14 +78,9 @@ def save(
         stage_two_seconds=stage_two.seconds,
         machine=f"one core, Python {platform.python_version()}, torch {torch.__version__.partition('+')[0]}",
         stage_one_gate=gate_statistics(before),
-        training=training_points([dataclasses.replace(r, loop_losses=_short(r.loop_losses), exit_pdf=_short(r.exit_pdf))
-                                  for r in records], "looped"),
-    )  # fmt: skip
+        training=training_points(records, "looped"),
+    )
     (directory / LOG_FILE).write_text(log.model_dump_json(indent=1) + "\n", encoding="utf-8")
-
-
-def _short(values: list[float]) -> list[float]:
-    return [round(value, 4) for value in values]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ INDEX = "model.safetensors.index.json"
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
 """Files fetched from a hub: configs, weights, tokenizer. Never code, never pickled weights."""
 
+SHIPPED = ("stdlib-small",)
+"""Checkpoints that come with the package, under `looplm/checkpoints`. A directory of the same name goes first."""
+
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "phi3", "olmo2", "gpt2")
 
@@ -38,7 +42,7 @@ class StoredTensor:
 
 
 def find_checkpoint(source: str | Path, *, files: list[str] | None = None) -> Path:
-    """The local directory of a checkpoint that is given as a directory or as a hub name.
+    """The local directory of a checkpoint that is given as a directory, a hub name, or the name of one that ships.
 
     A hub name is looked up in the local cache and downloaded if need be: `files`, patterns, by default
     everything but code and pickles. Raises UserError when there is no such directory or repository, or no
@@ -47,6 +51,8 @@ def find_checkpoint(source: str | Path, *, files: list[str] | None = None) -> Pa
     path = Path(source).expanduser()
     if path.is_dir():
         return path
+    if str(source) in SHIPPED:
+        return Path(str(resources.files("looplm"))) / "checkpoints" / str(source)
     if path.exists():
         raise UserError(f"{source} is a file; give the checkpoint's directory, which holds {CONFIG} and the weights.")
     if not _HUB_NAME.fullmatch(str(source)) or str(source).startswith("."):
@@ -98,8 +104,8 @@ def read_config(path: Path) -> LoopLMConfig | OuroConfig:
         )
     if kind in _DENSE:
         raise UserError(
-            f'{path} describes a dense model ("{kind}"), which has no loops to run. `looplm convert SOURCE --out DIR '
-            "--num-loops 3` turns a Llama-type model into a looped one."
+            f'{path} describes a dense model ("{kind}"), which has no loops to run. looplm runs looped checkpoints, '
+            'of the model_type "looplm" or "ouro".'
         )
     raise UserError(
         f'{path} has the model_type "{kind}", an architecture looplm does not know. It reads "looplm" and "ouro"; '

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from looplm.errors import UserError
 from looplm.hf.cache import SlottedCache, growing_cache
 from looplm.hf.config import LoopLMConfig, OuroConfig
 from looplm.model.looped import LoopedOutput, LoopedTransformer, check_num_loops, initialize
 from looplm.objectives import expected_loss
+from looplm.objectives.cross_entropy import HasLoopStates
 
 Result = TypeVar("Result")
 
@@ -144,24 +145,12 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
         them), a mask of the wrong shape, a depth below 1 or a cache that does not fit.
         """
         del cache_position
-        if input_ids is None or inputs_embeds is not None:
+        if inputs_embeds is not None or input_ids is None:
             raise UserError("A LoopLM reads input_ids; inputs_embeds are not supported.")
         if output_attentions:
             raise UserError("Attention weights are not available: attention runs in a fused kernel.")
-        depth = check_num_loops(self.config.num_loops if num_loops is None else num_loops)
         held = self._pick_cache(past_key_values, cache, use_cache)
-        slotted = SlottedCache(self.model.config, held, depth) if held is not None else None
-        past = slotted.seq_len if slotted is not None else 0
-        if attention_mask is None and document_ids is None and position_ids is not None and not past:
-            document_ids = documents_from_positions(position_ids.expand_as(input_ids))
-        output = self.model(
-            input_ids,
-            attention_mask=check_mask(attention_mask, past + input_ids.shape[1]),
-            position_ids=position_ids,
-            document_ids=document_ids,
-            num_loops=depth,
-            cache=slotted,
-        )
+        output = self._run(input_ids, attention_mask, position_ids, document_ids, num_loops, held)
         last = output.loop_hidden_states[-1]
         if isinstance(logits_to_keep, Tensor):
             last = last[:, logits_to_keep]
@@ -169,7 +158,7 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
             last = last[:, -logits_to_keep:]
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         result = LoopLMOutput(
-            loss=None if labels is None else self._loss(output, labels, num_items_in_batch),
+            loss=None if labels is None else self.expected_loss(output, labels, num_items_in_batch),
             logits=self.lm_head(last),
             hidden_states=output.loop_hidden_states if wants_states else None,
             loop_hidden_states=output.loop_hidden_states,
@@ -179,10 +168,60 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
             result[CACHE_FIELD] = held
         return result.to_tuple() if return_dict is False else result
 
-    def _loss(self, output: LoopedOutput, labels: Tensor, num_tokens: int | Tensor | None) -> Tensor:
+    def _run(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        num_loops: int | None,
+        held: Cache | None,
+    ) -> LoopedOutput:
+        """The bare model's forward, after the arguments have been brought into its terms."""
+        depth = check_num_loops(self.config.num_loops if num_loops is None else num_loops)
+        slotted = SlottedCache(self.model.config, held, depth) if held is not None else None
+        past = slotted.seq_len if slotted is not None else 0
+        if attention_mask is None and document_ids is None and position_ids is not None and not past:
+            document_ids = documents_from_positions(position_ids.expand_as(input_ids))
+        return self.model(
+            input_ids,
+            attention_mask=check_mask(attention_mask, past + input_ids.shape[1]),
+            position_ids=position_ids,
+            document_ids=document_ids,
+            num_loops=depth,
+            cache=slotted,
+        )
+
+    def expected_loss(
+        self, output: HasLoopStates, labels: Tensor, num_items_in_batch: int | Tensor | None = None
+    ) -> Tensor:
+        """The Stage I loss of a forward's output, with `config.beta`; what `forward` returns when labels are given.
+
+        For trainers that take the loss into their own hands: `SFTTrainer(..., compute_loss_func=model.expected_loss)`.
+        """
         labels = labels.to(output.gate_logits.device)
-        loss, _ = expected_loss(self, output, labels, beta=self.config.beta, num_tokens=num_tokens)
+        loss, _ = expected_loss(self, output, labels, beta=self.config.beta, num_tokens=num_items_in_batch)
         return loss
+
+    def hidden_of_last_loop(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        num_loops: int | None = None,
+        use_cache: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """A forward without the head: `last_hidden_state` is (B, S, D), of the last loop. Never makes a cache."""
+        if use_cache:
+            raise UserError("A forward without the head fills no cache; call the model itself with use_cache=True.")
+        output = self._run(input_ids, attention_mask, position_ids, document_ids, num_loops, None)
+        return BaseModelOutputWithPast(last_hidden_state=output.loop_hidden_states[-1])  # pyright: ignore[reportArgumentType]
+
+    @property
+    def base_model(self) -> Callable[..., BaseModelOutputWithPast]:
+        """What TRL's trainers call to put a fused head of their own on: :meth:`hidden_of_last_loop`."""
+        return self.hidden_of_last_loop
 
     def _pick_cache(self, old: Cache | None, new: Cache | None, use_cache: bool | None) -> Cache | None:
         """The one cache of a call, under whichever name it came; a fresh one if `use_cache` asks for it."""

@@ -73,12 +73,18 @@ class Progress:
 
 def expected_seconds(plan: Plan, smoke: bool) -> dict[str, float]:
     """Phases in order and what each should take on two CPU cores."""
-    if smoke:
-        return {"The shipped checkpoint": 8, "Preparing text": 3, "Training": 6, "One-loop twin": 3, "Training the gate": 3,
-                "Measuring": 3, "Folding digits": 6, "Report": 6}  # fmt: skip
     text = plan.text_seconds
-    return {"The shipped checkpoint": 40, "Preparing text": 8, "Training": text, "One-loop twin": text / 3,
-            "Training the gate": 30, "Measuring": 40, "Folding digits": 150, "Report": 10}  # fmt: skip
+    shipped, prepare, gate, measuring, fold, report = (8, 3, 3, 3, 6, 6) if smoke else (40, 25, 35, 40, 150, 10)
+    return {
+        "The shipped checkpoint": shipped,
+        "Preparing text": prepare,
+        "Training": text,
+        "One-loop twin": text / 3,
+        "Training the gate": gate,
+        "Measuring": measuring,
+        "Folding digits": fold,
+        "Report": report,
+    }
 
 
 def check_writable(out: Path) -> None:
@@ -204,8 +210,8 @@ def train_fold_model(plan: Plan, out: Path, console: Console) -> FoldModel:
     found = evaluate_fold(model, task)
     return FoldModel(
         description=(
-            f"One layer of width {config.hidden_size}, {config.num_loops} loops, trained on 1 to {task.max_k} lookups; "
-            "only the final answer is ever shown to it. Then the gate alone."
+            f"One layer of width {config.hidden_size} with {config.num_loops} loops, trained on 1 to {task.max_k} "
+            "lookups; only the final answer is ever shown to it. Then the gate alone."
         ),
         num_parameters=count_parameters(model.model.config).total,
         training_steps=sum(stage.num_steps for stage in stages),
@@ -248,7 +254,9 @@ def write_sample(
     return Sample(
         prompt=SAMPLE_PROMPT,
         exit_threshold=threshold,
-        tokens=sample_tokens(tokenizer.decode, result.token_ids, result.loops, result.token_loops),
+        tokens=sample_tokens(
+            lambda ids: str(tokenizer.decode(ids)), result.token_ids, result.loops, result.token_loops
+        ),
         weight_passes=engine.stats.weight_passes,
     )
 

@@ -38,9 +38,14 @@ def read_training_log() -> TrainingLog:
 
 
 def training_points(records: list[Record], stage: str, most: int = 200) -> tuple[TrainingPoint, ...]:
-    """The records of one stage as report points, thinned evenly to at most `most`."""
+    """The records of one stage as report points: at most `most`, evenly thinned, to four decimals."""
     chosen = [r for r in records if r.stage == stage]
     every = max(1, -(-len(chosen) // most))
     return tuple(
-        TrainingPoint(step=r.step, loss_nats=tuple(r.loop_losses), exit_pdf=tuple(r.exit_pdf)) for r in chosen[::every]
+        TrainingPoint(
+            step=r.step,
+            loss_nats=tuple(round(loss, 4) for loss in r.loop_losses),
+            exit_pdf=tuple(round(share, 4) for share in r.exit_pdf),
+        )
+        for r in chosen[::every]
     )

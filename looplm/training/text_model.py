@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from looplm.data.documents import Document, DocumentSplit
 from looplm.data.evaluation_windows import EvaluationWindows, evaluation_windows
@@ -40,27 +40,29 @@ class TextRecipe(Strict):
     intermediate_size: int = Field(gt=0)
     num_hidden_layers: int = Field(gt=0)
     num_heads: int = Field(gt=0)
-    num_loops: int = Field(4, gt=0)
-    seq_len: int = Field(256, gt=1)
-    batch_size: int = Field(8, gt=0)
+    num_loops: int = Field(default=4, gt=0)
+    seq_len: int = Field(default=256, gt=1)
+    batch_size: int = Field(default=8, gt=0)
     """Windows of seq_len tokens in one step."""
-    initializer_range: float = Field(0.05, gt=0)
-    branch_norm_start: float = Field(0.1, gt=0)
-    """Starting value of the norms that end each residual branch. At 1 a branch is 20 times the size of an embedding
-    and the token is lost to view: 2.00 against 1.80 bits per byte after 1M tokens (docs/log.md)."""
+    embedding_start: float = Field(default=0.12, gt=0)
+    branch_norm_start: float = Field(default=0.12, gt=0)
+    final_norm_start: float = Field(default=0.3, gt=0)
+    """Sizes at the start: of embeddings (standard deviation), of each residual branch, of the state after a loop.
+    They decide what depth is worth to so small a model. At the usual 0.02, 1 and 1 a branch drowns the token; at
+    0.05, 0.1 and 1 later loops hardly move the state and gain 1 %; of one size all loops count (docs/log.md)."""
     lr: float = Field(gt=0)
     beta: float = Field(ge=0)
-    smoothing: float = Field(0.0, ge=0, lt=1)
-    warmup_steps: int = Field(200, ge=0)
+    smoothing: float = Field(default=0.0, ge=0, lt=1)
+    warmup_steps: int = Field(default=200, ge=0)
     num_steps: int = Field(gt=0)
     """Of Stage I."""
-    gate_lr: float = Field(1e-2, gt=0)
+    gate_lr: float = Field(default=1e-2, gt=0)
     num_gate_steps: int = Field(gt=0)
     """Of Stage II."""
     compile: bool = False
     seed: int = 0
 
-    def model_config_for(self, tokenizer: PreTrainedTokenizerFast, num_loops: int) -> LoopLMConfig:
+    def model_config_for(self, tokenizer: PreTrainedTokenizerBase, num_loops: int) -> LoopLMConfig:
         """The architecture, with `num_loops` loops: Ouro's norms and wiring, tied embeddings."""
         return LoopLMConfig(
             vocab_size=len(tokenizer),
@@ -72,7 +74,6 @@ class TextRecipe(Strict):
             head_dim=self.hidden_size // self.num_heads,
             num_loops=num_loops,
             tie_word_embeddings=True,
-            initializer_range=self.initializer_range,
             max_position_embeddings=4 * self.seq_len,
             beta=self.beta,
             bos_token_id=tokenizer.bos_token_id,
@@ -111,14 +112,14 @@ class TextRecipe(Strict):
 class Corpus:
     """Tokenised text, ready to train on and to measure on."""
 
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase
     train: TokenStream
     held_out: EvaluationWindows
     held_out_documents: Sequence[Document]
 
 
 def prepare_corpus(
-    split: DocumentSplit, vocab_size: int, seq_len: int, tokenizer: PreTrainedTokenizerFast | None = None
+    split: DocumentSplit, vocab_size: int, seq_len: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Corpus:
     """Trains a tokenizer on the training part (unless one is given) and tokenises both parts."""
     if tokenizer is None:
@@ -144,9 +145,12 @@ def new_model(recipe: TextRecipe, corpus: Corpus, num_loops: int) -> LoopLMForCa
     """A freshly initialised model; the same seed gives the looped model and its one-loop twin the same weights."""
     torch.manual_seed(recipe.seed)
     model = LoopLMForCausalLM(recipe.model_config_for(corpus.tokenizer, num_loops))
-    for layer in model.model.layers:
-        for norm in (layer.input_layernorm_2, layer.post_attention_layernorm_2):
-            nn.init.constant_(norm.weight, recipe.branch_norm_start)
+    nn.init.normal_(model.model.embed_tokens.weight, std=recipe.embedding_start)
+    for name, weight in model.model.named_parameters():
+        if name.endswith("layernorm_2.weight"):
+            nn.init.constant_(weight, recipe.branch_norm_start)
+        elif name == "norm.weight":
+            nn.init.constant_(weight, recipe.final_norm_start)
     return model
 
 

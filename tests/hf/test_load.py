@@ -171,7 +171,7 @@ def test_no_weights_at_all(checkpoint):
         (b"\xff\xfe{}", "not valid JSON"),
         (b"[1, 2]", "holds a list"),
         (b"{}", 'no "model_type"'),
-        (b'{"model_type": "llama"}', "dense model .*looplm convert"),
+        (b'{"model_type": "llama"}', "dense model .*looped checkpoints"),
         (b'{"model_type": "huginn_raven"}', '"huginn_raven", an architecture looplm does not know'),
         (b'{"model_type": "looplm"}', "lacks vocab_size"),
         (b'{"model_type": "ouro", "head_dim": 7}', "head_dim is 7"),

@@ -82,6 +82,7 @@ def test_a_batch_shares_passes(make_lm):
     assert [result.index for result in results] == list(range(6))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_long_catch_up_goes_in_chunks(make_lm):
     """A token that goes deep after many shallow ones takes at most `chunk_size` positions a pass."""
     lm = make_lm()
@@ -207,6 +208,7 @@ def test_without_a_policy_the_checkpoint_decides(saved, expected, make_lm):
     assert result == same
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_two_calls_at_a_time_do_not_meet(make_lm, make_prompts):
     engine = Engine(make_lm())
     prompts = make_prompts(4)
@@ -275,6 +277,7 @@ def test_impossible_engines_are_refused(options, make_lm):
 # --- A broken model ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("shape", ["ouro", "prelude_coda"])
 @pytest.mark.parametrize("max_batch", [1, 2, 4])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
