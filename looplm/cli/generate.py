@@ -58,16 +58,8 @@ def generate(
     if input is not None and output is not None:
         from looplm.cli.generate_file import answer_file
 
-        settings = {
-            "checkpoint": checkpoint,
-            "num_loops": num_loops,
-            "exit_threshold": exit_threshold,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "seed": seed,
-        }
-        answer_file(input, output, settings, sampling, policy, lambda: load_engine(checkpoint, policy, device, dtype))
+        depth = {"checkpoint": checkpoint, "num_loops": num_loops, "exit_threshold": exit_threshold}
+        answer_file(input, output, depth, sampling, policy, lambda: load_engine(checkpoint, policy, device, dtype))
         return
     engine = load_engine(checkpoint, policy, device, dtype)
     assert prompt is not None

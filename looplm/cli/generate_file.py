@@ -1,7 +1,9 @@
 """A file of prompts to a file of answers, one JSON object a line, resumable after an interruption."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 def answer_file(
     input: Path,
     output: Path,
-    settings: dict[str, Any],
+    depth: dict[str, Any],
     sampling: "SamplingParams",
     policy: "ExitPolicy | None",
     load_engine: Callable[[], "Engine"],
@@ -22,41 +24,49 @@ def answer_file(
     """Answers every prompt of `input` that `output` has no answer to yet; each answer is appended at once.
 
     The files are checked before the model is loaded. An answer has the prompt's `index` (its line, from 0), `prompt`,
-    `text`, `token_ids`, `loops`, `token_loops`, `finish_reason`, and the `settings` it was made with. Raises UserError
-    for a malformed line (its number is said), for answers to other prompts or with other settings, for a prompt over
-    the context, and when `output` cannot be written.
+    `text`, `token_ids`, `loops`, `token_loops`, `finish_reason`, and the `settings` it was made with, those of `depth`
+    and of `sampling`. Raises UserError for a malformed line (its number is said), for answers to other prompts or with
+    other settings, for a prompt over the context, and when `output` cannot be written.
     """
+    settings = depth | {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
     prompts = [read_prompt(input, number, line) for number, line in enumerate(read_lines(input), start=1)]
     if not prompts:
         raise UserError(f'{input} is empty; give one JSON object a line, such as {{"prompt": "Once upon"}}.')
+    with writing(output), output.open("ab+") as file:
+        answered = answered_indices(output, file, prompts, settings)
+    left = [index for index in range(len(prompts)) if index not in answered]
+    if answered:
+        print(f"{len(answered)} of {len(prompts)} prompts are answered already.")
+    if left:
+        results = answers(input, prompts, left, sampling, policy, load_engine())
+        with writing(output), output.open("ab") as file:
+            for index, result in zip(left, results, strict=True):
+                record = answer_record(index, prompts[index], settings, result)
+                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+    print(f"{len(prompts)} answers in {output}")
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Turns a failure to write `output` into a UserError."""
     try:
-        with output.open("ab+") as file:
-            answered = answered_indices(output, file, prompts, settings)
-            left = [index for index in range(len(prompts)) if index not in answered]
-            if answered:
-                print(f"{len(answered)} of {len(prompts)} prompts are answered already.")
-            if left:
-                answer(input, file, prompts, left, settings, sampling, policy, load_engine())
+        yield
     except OSError as error:
         raise UserError(
             f"{output} cannot be written: {error.strerror}. Answers written so far are kept; run again to go on."
         ) from None
-    print(f"{len(prompts)} answers in {output}")
 
 
-def answer(
+def answers(
     input: Path,
-    file: BinaryIO,
     prompts: list[str],
     left: list[int],
-    settings: dict[str, Any],
     sampling: "SamplingParams",
     policy: "ExitPolicy | None",
     engine: "Engine",
-) -> None:
-    """Generates for the prompts numbered in `left`, and appends each answer to `file`."""
-    from dataclasses import replace
-
+) -> Iterator["GenerationResult"]:
+    """Generates for the prompts numbered in `left`, in order. Raises UserError that names the line of a bad prompt."""
     token_ids: list[list[int]] = []
     for index in left:
         try:
@@ -65,10 +75,7 @@ def answer(
             raise UserError(f"{input}, line {index + 1}: {error}") from None
     # A seed of its own for every prompt, and the same one when a run is resumed.
     seeded = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index) for index in left]
-    for index, result in zip(left, engine.generate(token_ids, seeded, policy), strict=True):
-        record = answer_record(index, prompts[index], settings, result)
-        file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        file.flush()
+    return engine.generate(token_ids, seeded, policy)
 
 
 def answer_record(index: int, prompt: str, settings: dict[str, Any], result: "GenerationResult") -> dict[str, Any]:

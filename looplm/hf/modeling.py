@@ -1,9 +1,9 @@
 """The looped transformer as a Hugging Face causal language model: forward, loss, `generate`, tied embeddings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,16 @@ class LoopLMOutput(CausalLMOutputWithPast):
     """R states (B, S, D), normed: `lm_head(loop_hidden_states[r - 1])` are the logits of loop r."""
     gate_logits: Tensor | None = None
     """(R, B, S), logits of the hazard of leaving after each loop."""
+
+
+class PackingArguments(TypedDict, total=False):
+    """Where documents start, in the terms of other kernels. TRL sends it along with restarting position_ids."""
+
+    seq_idx: Tensor
+    cu_seq_lens_q: Tensor
+    cu_seq_lens_k: Tensor
+    max_length_q: int
+    max_length_k: int
 
 
 class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
@@ -122,6 +132,7 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         inputs_embeds: Tensor | None = None,
         cache_position: Tensor | None = None,
+        **packing: Unpack[PackingArguments],
     ) -> LoopLMOutput | tuple[Any, ...]:
         """Runs all loops over token ids (B, S) and reads the last one out.
 
@@ -139,12 +150,13 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
             last loop all the same, since trainers take metrics from them; `logits_to_keep=1` saves their
             memory and does not touch the loss.
         logits_to_keep: logits of the last n positions only, or of the positions in a tensor; 0 for all.
-        return_dict: False gives a tuple. cache_position: not needed, taken for old releases of transformers.
+        return_dict: False gives a tuple. cache_position, packing: not needed, taken from callers that send them.
 
         Raises UserError for embeddings instead of ids, attention weights (the fused kernel does not return
         them), a mask of the wrong shape, a depth below 1 or a cache that does not fit.
         """
         del cache_position
+        check_packing(packing, position_ids if document_ids is None else document_ids)
         if inputs_embeds is not None or input_ids is None:
             raise UserError("A LoopLM reads input_ids; inputs_embeds are not supported.")
         if output_attentions:
@@ -211,8 +223,10 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
         document_ids: Tensor | None = None,
         num_loops: int | None = None,
         use_cache: bool | None = None,
+        **packing: Unpack[PackingArguments],
     ) -> BaseModelOutputWithPast:
         """A forward without the head: `last_hidden_state` is (B, S, D), of the last loop. Never makes a cache."""
+        check_packing(packing, position_ids if document_ids is None else document_ids)
         if use_cache:
             raise UserError("A forward without the head fills no cache; call the model itself with use_cache=True.")
         output = self._run(input_ids, attention_mask, position_ids, document_ids, num_loops, None)
@@ -294,6 +308,18 @@ def documents_from_positions(position_ids: Tensor) -> Tensor | None:
     if not starts.any():
         return None
     return nn.functional.pad(starts.long().cumsum(-1), (1, 0))
+
+
+def check_packing(packing: Mapping[str, Any], documents: Tensor | None) -> None:
+    """Raises TypeError for arguments nobody takes, UserError where nothing else says where documents start.
+
+    `packing` repeats what restarting positions say, and is read from them.
+    """
+    unknown = packing.keys() - PackingArguments.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"A LoopLM's forward takes no argument named {', '.join(sorted(unknown))}.")
+    if packing and documents is None:
+        raise UserError("Packed rows need position_ids that restart at every document, or document_ids.")
 
 
 def check_mask(attention_mask: Tensor | None, num_keys: int) -> Tensor | None:

@@ -13,8 +13,9 @@ from rich.console import Console
 from torch import Tensor
 
 from looplm.errors import UserError
-from looplm.objectives import expected_loss
+from looplm.objectives import expected_loss, gate_loss
 from looplm.training import trainer as module
+from looplm.training.optimizer import freeze_for
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer, cpu_has_bf16
 
@@ -87,13 +88,24 @@ def test_two_micro_batches_are_one_batch_of_twice_the_size(make_model, make_stag
             assert mine.grad_norm == pytest.approx(theirs.grad_norm, abs=1e-12)
 
 
-def test_telemetry_is_the_forward_that_trained(make_model, make_stage, make_batches):
-    """The first record is what the untouched model makes of the first batch."""
-    model, stage = make_model(), make_stage(num_steps=1, schedule={"warmup_steps": 1})
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (expected_loss, {"beta": 0.3}),
+        (expected_loss, {"beta": 0.3, "smoothing": 0.2}),
+        (gate_loss, {"label_shift": "paper"}),
+        (gate_loss, {"label_shift": "next"}),
+    ],
+)
+def test_telemetry_is_the_forward_that_trained(make_model, make_stage, make_batches, function, options):
+    """The first record is what the untouched model makes of the first batch, under the stage's own objective."""
+    model = make_model()
+    stage = make_stage(objective={"kind": function.__name__, **options}, num_steps=1, schedule={"warmup_steps": 1})
+    freeze_for(model, stage.objective)
     batch = next(make_batches())
     output = model.model(batch["input_ids"], document_ids=batch["document_ids"], num_loops=3)
-    loss, metrics = expected_loss(model, output, batch["labels"], beta=0.05)
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    loss, metrics = function(model, output, batch["labels"], **options)
+    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
     (record,) = train(model, stage, make_batches()).records
     assert record.loss == loss.item()
     assert record.loop_losses == metrics["loop_losses"].tolist()
@@ -226,15 +238,13 @@ def test_the_model_is_left_in_evaluation_mode(make_model, make_stage, make_batch
 
 
 def poison_loss(monkeypatch: pytest.MonkeyPatch, at_call: int) -> None:
+    """Not a number, though its gradient is: the loss itself must be looked at."""
     calls = itertools.count(1)
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         loss, metrics = expected_loss(*args, **kwargs)
-        return (
-            (loss * math.nan, {**metrics, "loss": loss.detach() * math.nan})
-            if next(calls) == at_call
-            else (loss, metrics)
-        )
+        spoilt = math.nan if next(calls) == at_call else 0.0
+        return loss + spoilt, {**metrics, "loss": metrics["loss"] + spoilt}
 
     monkeypatch.setattr(module, "expected_loss", poisoned)
 
@@ -262,9 +272,7 @@ def test_a_number_that_is_not_finite_stops_the_run_and_spoils_nothing(
     else:
         poison_gradient(model, at_call=4)
     trainer = Trainer(model, make_stage(checkpoint_every=2), make_batches(), Telemetry(tmp_path), tmp_path)
-    with pytest.raises(
-        UserError, match=r"'first' diverged at step 4: loss .*nan|'first' diverged at step 4.*norm (nan|inf)"
-    ) as error:
+    with pytest.raises(UserError, match=r"'first' diverged at step 4: loss (nan|.*norm (nan|inf))") as error:
         trainer.run()
     assert "The parameters are those of step 3." in str(error.value)
     assert f"The last checkpoint is {tmp_path / 'first.state'}." in str(error.value)
