@@ -9,13 +9,10 @@ from looplm.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.text import Text
 
     from looplm.inference import Engine, ExitPolicy, GenerationResult
 
 SHIPPED = "stdlib-small"
-LOOP_STYLES = ("yellow", "cyan", "bold blue", "bold magenta", "bold red", "bold reverse yellow", "bold reverse cyan")
-"""Styles of loops 1, 2, ...; deeper ones take the last."""
 
 
 def generate(
@@ -138,50 +135,18 @@ def print_depth(engine: "Engine", prompt: str, result: "GenerationResult") -> No
     """The text with every token marked by the loop it left at, a legend, and what it cost."""
     from rich.console import Console
 
+    from looplm.inference.text import token_texts
+    from looplm.report.depth_text import depth_text, legend
+
     console = Console(highlight=False)
     colours = console.color_system is not None
     trained = engine.model.model.config.num_loops
-    console.print(depth_text(engine, prompt, result, colours), soft_wrap=True)
-    console.print()
-    console.print(legend(result.loops, max(trained, *result.loops), colours), soft_wrap=True)
-    console.print(cost_table(engine, result, trained))
-
-
-def depth_text(engine: "Engine", prompt: str, result: "GenerationResult", colours: bool) -> "Text":
-    """Prompt and continuation. Without colours, the loop follows each token as a superscript."""
-    from rich.text import Text
-
-    from looplm.inference.text import token_texts
-
     assert engine.tokenizer is not None
-    text = Text(prompt, style="dim")
-    for piece, loop in zip(token_texts(engine.tokenizer, result.token_ids), result.loops, strict=True):
-        text.append(piece, style=f"not dim {loop_style(loop)}")
-        if not colours:
-            text.append(superscript(loop))
-    return text
-
-
-def loop_style(loop: int) -> str:
-    """Style of the tokens that left at `loop`."""
-    return LOOP_STYLES[min(loop, len(LOOP_STYLES)) - 1]
-
-
-def superscript(number: int) -> str:
-    """A number in raised digits."""
-    return str(number).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def legend(loops: list[int], most: int, colours: bool) -> "Text":
-    """How many tokens left at each loop."""
-    from rich.text import Text
-
-    text = Text("left at  ")
-    for loop in range(1, most + 1):
-        mark = "" if colours else f" {superscript(loop)}"
-        text.append(f"loop {loop}{mark}", style=loop_style(loop))
-        text.append(f" {loops.count(loop) / len(loops):.0%}  ")
-    return text
+    pieces = token_texts(engine.tokenizer, result.token_ids)
+    console.print(depth_text(prompt, pieces, result.loops, colours), soft_wrap=True)
+    console.print()
+    console.print(legend(result.loops, trained, colours), soft_wrap=True)
+    console.print(cost_table(engine, result, trained))
 
 
 def cost_table(engine: "Engine", result: "GenerationResult", trained: int) -> "Table":

@@ -6,6 +6,7 @@ Both are read from and written to `config.json` by transformers, and both map to
 """
 
 import dataclasses
+import difflib
 import math
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -83,6 +84,7 @@ class LoopLMConfig(PretrainedConfig):
         self.eos_token_id = fields.pop("eos_token_id", None)
         self.pad_token_id = fields.pop("pad_token_id", None)
         self.to_model_config()
+        _refuse_misspelt(fields, [*_FIELDS, "exit_threshold", "beta", "bos_token_id", "eos_token_id", "pad_token_id"])
         super().__init__(**fields)
 
     @classmethod
@@ -259,6 +261,13 @@ def refuse_unsupported(fields: dict[str, Any]) -> None:
             "without dropout and unscaled rotary positions, and takes the depth with each call. The checkpoint would "
             "not compute what it was trained for, so it is not loaded."
         )
+
+
+def _refuse_misspelt(fields: dict[str, Any], known: list[str]) -> None:
+    """Raises UserError for a left-over key that is nearly one of ours; others belong to transformers and pass."""
+    for name in fields:
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
+            raise UserError(f"The config has no field {name}; did you mean {close[0]}?")
 
 
 def _scales_rope(rope: Any) -> bool:

@@ -44,13 +44,13 @@ def load(
 
     source: a directory, or a hub name such as "ByteDance/Ouro-1.4B".
     dtype: of the weights, as a torch dtype or its name ("bfloat16"); None keeps that of the file.
-    device: None is the CPU.
+    device: "cuda", "cuda:1" ...; None is the CPU.
 
     Raises UserError when the checkpoint cannot be found, read or understood; tensors that are missing,
     unexpected or mis-shaped are all named, and nothing is ever filled in.
     """
     register()
-    wanted = check_dtype(dtype)
+    wanted, place = check_dtype(dtype), check_device(device)
     directory = find_checkpoint(source)
     config = read_config(directory / CONFIG)
     stored = read_tensors(directory)
@@ -60,7 +60,7 @@ def load(
     model_class = OuroForCausalLM if isinstance(config, OuroConfig) else LoopLMForCausalLM
     with torch.device("meta"):
         model = model_class(config)
-    weights = read_weights(stored, kept, torch.device(device or "cpu"))
+    weights = read_weights(stored, kept, place)
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
@@ -75,6 +75,17 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and found not in DTYPES.values():
         raise UserError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    return found
+
+
+def check_device(device: torch.device | str | None) -> torch.device:
+    """A device that can be used on this machine. Raises UserError for any other."""
+    try:
+        found = torch.device(device or "cpu")
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"The device {str(device)!r} cannot be used here: {reason}") from None
     return found
 
 

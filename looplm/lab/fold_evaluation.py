@@ -75,7 +75,7 @@ def evaluate_fold(
     Raises UserError for a k, count or threshold out of range.
     """
     depth = model.model.config.num_loops + EXTRA_LOOPS if num_loops is None else num_loops
-    wanted = sorted(ks) if ks is not None else list(range(1, task.max_k + 1))
+    wanted = sorted(set(ks)) if ks is not None else list(range(1, task.max_k + 1))
     batches = [_batch(task.examples(k, count, seed)) for k in wanted]
     lengths = torch.tensor(wanted).repeat_interleave(count)  # (N,), the k of each expression
     # Every row counts as the same document: expressions are independent, and nothing here is per byte.

@@ -23,14 +23,17 @@ from looplm.hf.load import load, load_tokenizer
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.hf.save import save_checkpoint
 from looplm.inference import Engine, QuantileExit, SamplingParams
+from looplm.inference.text import token_texts
 from looplm.lab.fold import FoldTask
 from looplm.lab.fold_evaluation import evaluate_fold
 from looplm.lab.fold_recipe import fold_config, fold_stages, train_fold
 from looplm.model.flops import count_parameters
 from looplm.quickstart.plan import Plan
 from looplm.quickstart.shipped import read_training_log, shipped_directory, training_points
-from looplm.report.assemble import sample_tokens, text_model, twin_model
+from looplm.report.assemble import text_model, twin_model
+from looplm.report.depth_text import depth_text, legend
 from looplm.report.html import write_report
+from looplm.report.sample import sample_counts
 from looplm.report.schema import (
     Command,
     FoldModel,
@@ -38,6 +41,7 @@ from looplm.report.schema import (
     Phase,
     QuickstartReport,
     Sample,
+    SampleToken,
     TextModel,
 )
 from looplm.report.terminal import print_report
@@ -133,7 +137,7 @@ def look_at_shipped(plan: Plan, split: DocumentSplit, console: Console) -> TextM
     corpus = prepare_corpus(split, len(tokenizer), log.recipe.seq_len, tokenizer)
     passed = measure(model, corpus.held_out, plan)
     sample = write_sample(model, tokenizer, passed, plan)
-    console.print(f"[dim]{SAMPLE_PROMPT.strip()}[/dim] ... {len(sample.tokens)} tokens written, {sample_cost(sample)}")
+    show_sample(sample, log.recipe.num_loops, console)
     hours = (log.stage_one_seconds + log.stage_two_seconds) / 3600
     return text_model(
         name="The shipped checkpoint",
@@ -149,6 +153,15 @@ def look_at_shipped(plan: Plan, split: DocumentSplit, console: Console) -> TextM
         training=log.training,
         sample=sample,
     )
+
+
+def show_sample(sample: Sample, num_loops: int, console: Console) -> None:
+    """The text, each token in the style of the loop it left at, and what it claimed and cost."""
+    loops = [token.exit_loops for token in sample.tokens]
+    colours = console.color_system is not None
+    console.print(depth_text(sample.prompt, [token.text for token in sample.tokens], loops, colours), soft_wrap=True)
+    console.print(legend(loops, num_loops, colours))
+    console.print(sample_counts(sample), style="italic", highlight=False)
 
 
 def train_text(plan: Plan, split: DocumentSplit, out: Path, progress: Progress) -> TextModel:
@@ -251,11 +264,13 @@ def write_sample(
     engine = Engine(model, tokenizer)
     sampling = SamplingParams(max_tokens=plan.sample_tokens, temperature=0.7, top_p=0.9, seed=0, ignore_eos=True)
     (result,) = engine.generate([SAMPLE_PROMPT], sampling, QuantileExit(threshold))
+    texts = token_texts(tokenizer, result.token_ids)
     return Sample(
         prompt=SAMPLE_PROMPT,
         exit_threshold=threshold,
-        tokens=sample_tokens(
-            lambda ids: str(tokenizer.decode(ids)), result.token_ids, result.loops, result.token_loops
+        tokens=tuple(
+            SampleToken(text=text, exit_loops=exit_loops, token_loops=token_loops)
+            for text, exit_loops, token_loops in zip(texts, result.loops, result.token_loops, strict=True)
         ),
         weight_passes=engine.stats.weight_passes,
     )
@@ -266,13 +281,6 @@ def middle_threshold(passed: DepthRecord) -> float:
     points = exit_curve(passed, TABLE_THRESHOLDS)
     middle = (1 + passed.gated_loops()) / 2
     return min(points, key=lambda point: abs(point.mean_loops - middle)).threshold
-
-
-def sample_cost(sample: Sample) -> str:
-    """What a sample cost, beside its claimed depth."""
-    count = len(sample.tokens)
-    claimed = sum(token.exit_loops for token in sample.tokens) / count
-    return f"claimed depth {claimed:.2f}, {sample.weight_passes / count:.2f} weight passes a token"
 
 
 def machine() -> Machine:

@@ -1,6 +1,6 @@
 """From recorded passes to the parts of a report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
 from looplm.evaluation.depth_quality import depth_quality_gain
@@ -9,7 +9,7 @@ from looplm.evaluation.exit_curve import TABLE_THRESHOLDS, GateStatistics, exit_
 from looplm.evaluation.record import DepthRecord
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import CacheStrategy, cache_bytes_per_token, count_parameters
-from looplm.report.schema import CacheRow, Sample, SampleToken, TextModel, TrainingPoint, Twin
+from looplm.report.schema import CacheRow, Sample, TextModel, TrainingPoint, Twin
 
 _CACHE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -83,27 +83,3 @@ def cache_rows(config: LoopedConfig, dtype: str = "bfloat16") -> tuple[CacheRow,
             )
         )
     return tuple(rows)
-
-
-def sample_tokens(
-    decode: Callable[[list[int]], str],
-    token_ids: Sequence[int],
-    exit_loops: Sequence[int],
-    token_loops: Sequence[int],
-) -> tuple[SampleToken, ...]:
-    """Cuts a generated text into the pieces its tokens add; `decode` turns token ids into text.
-
-    A character that several tokens spell (byte-level vocabularies do that) belongs to the last of them. Raises
-    ValueError unless the three sequences have one entry per token.
-    """
-    shown = ""
-    tokens: list[SampleToken] = []
-    for index, (exit_loop, computed) in enumerate(zip(exit_loops, token_loops, strict=True), start=1):
-        text = decode(list(token_ids[:index]))
-        # U+FFFD at the end stands for bytes that are no character yet, unless nothing follows to complete them.
-        text = text if index == len(token_ids) else text.rstrip("\ufffd")
-        tokens.append(SampleToken(text=text[len(shown) :], exit_loops=exit_loop, token_loops=computed))
-        shown = max(shown, text, key=len)
-    if len(tokens) != len(token_ids):
-        raise ValueError(f"{len(token_ids)} tokens were given with {len(tokens)} depths.")
-    return tuple(tokens)

@@ -24,9 +24,11 @@ def sample_counts(sample: Sample) -> str:
     count = max(len(sample.tokens), 1)
     depth = sum(token.exit_loops for token in sample.tokens) / count
     computed = sum(token.token_loops for token in sample.tokens) / count
+    # The first token comes out of reading the prompt, whose passes are not counted.
+    passes = sample.weight_passes / max(count - 1, 1)
     return (
         f"{len(sample.tokens)} tokens at exit threshold {sample.exit_threshold:g}: claimed depth {depth:.2f} loops, "
-        f"{sample.weight_passes / count:.2f} weight passes and {computed:.2f} token-loops per token."
+        f"{passes:.2f} weight passes and {computed:.2f} token-loops per token."
     )
 
 

@@ -122,17 +122,6 @@ def test_show_depth_marks_tokens_and_counts_the_work(checkpoint, run):
     assert ["all", "3", "loops", "3.00", "57", "57"] in lines
 
 
-def test_show_depth_colours_tokens_on_a_terminal(checkpoint):
-    from looplm.cli.generate import depth_text, loop_style
-
-    engine = Engine(load(checkpoint), load_tokenizer(checkpoint))
-    (result,) = engine.generate(["the cat"], SamplingParams(max_tokens=20), QuantileExit(0.4))
-    text = depth_text(engine, "the cat", result, colours=True)
-    assert text.plain.startswith("the cat") and "¹" not in text.plain
-    styles = {str(span.style) for span in text.spans}
-    assert styles == {f"not dim {loop_style(loop)}" for loop in set(result.loops)}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -135,6 +135,13 @@ def test_missing_fields_are_all_named():
         LoopLMConfig(vocab_size=10)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("num_loop", "num_loops"), ("exit_treshold", "exit_threshold")])
+def test_misspelt_fields_are_refused(make_config, name, meant):
+    with pytest.raises(UserError, match=f"no field {name}; did you mean {meant}"):
+        make_config(**{name: 1})
+    assert make_config(sep_token_id=3, num_labels=3, chunk_size=1).sep_token_id == 3
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

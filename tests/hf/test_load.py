@@ -105,6 +105,12 @@ def test_dtypes_that_are_none(checkpoint, dtype):
         looplm.load(checkpoint, dtype=dtype)
 
 
+@pytest.mark.parametrize("device", ["no-such-device", "cuda:99", "xpu"])
+def test_devices_that_are_not_there(checkpoint, device):
+    with pytest.raises(UserError, match=f"device '{device}' cannot be used here"):
+        looplm.load(checkpoint, device=device)
+
+
 def test_integer_weights_are_refused(checkpoint, change_weights):
     change_weights(lambda weights: weights.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
     with pytest.raises(UserError, match="stored as I8"):

@@ -103,8 +103,34 @@ def test_refusals(make_model, arguments, message):
 
 
 def test_a_misspelt_argument_is_an_error(make_model):
-    with pytest.raises(TypeError, match="num_loop"):
-        make_model()(IDS, num_loop=2)
+    model = make_model()
+    for call in (model, model.base_model):
+        with pytest.raises(TypeError, match="no argument named num_loop"):
+            call(IDS, num_loop=2)
+
+
+@torch.no_grad()
+def test_what_a_trainer_with_a_head_of_its_own_calls(make_model):
+    """TRL asks the base model for its last hidden state and sends the starts of documents along in other words."""
+    model, positions = make_model(), torch.tensor([[0, 1, 2, 0, 0, 1]])
+    starts = {"cu_seq_lens_q": torch.tensor([0, 3, 4, 6]), "max_length_q": 3, "seq_idx": torch.tensor([[0]])}
+    usual = model(IDS[:1], position_ids=positions)
+    packed = model.base_model(IDS[:1], position_ids=positions, use_cache=False, **starts)
+    assert torch.equal(packed.last_hidden_state, usual.loop_hidden_states[-1])
+    assert torch.equal(model.get_output_embeddings()(packed.last_hidden_state), usual.logits)
+    shallow = model.base_model(IDS, num_loops=1).last_hidden_state
+    assert torch.equal(shallow, model(IDS).loop_hidden_states[0])
+    for call in (model, model.base_model):
+        with pytest.raises(UserError, match="need position_ids that restart"):
+            call(IDS[:1], **starts)
+    with pytest.raises(UserError, match="fills no cache"):
+        model.base_model(IDS, use_cache=True)
+
+
+def test_expected_loss_for_trainers_that_compute_it(make_model):
+    model = make_model(beta=0.3)
+    loss = model.expected_loss(model(IDS), LABELS, num_items_in_batch=4)
+    assert torch.equal(loss, model(IDS, labels=LABELS, num_items_in_batch=4).loss)
 
 
 def test_tied_weights_are_one_parameter(make_config):

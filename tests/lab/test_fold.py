@@ -141,6 +141,11 @@ def test_a_resumed_stream_draws_what_would_have_come():
     assert not torch.equal(expected[0]["input_ids"], expected[1]["input_ids"])
 
 
+def test_the_draw_depends_on_the_seed():
+    first, second = (next(FoldTask().stream(batch_size=8, seed=seed))["input_ids"] for seed in (1, 2))
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("task", "batch_size", "seed", "named"),
     [

@@ -59,8 +59,9 @@ def test_a_solver_of_one_lookup_a_loop_is_seen_as_one():
 
 def test_longer_expressions_than_the_trained_ones_and_a_shallow_reading():
     task = FoldTask(max_k=2)
-    result = evaluate_fold(SolverLM(task, 2), task, 3, ks=(3, 1), count=200)
+    result = evaluate_fold(SolverLM(task, 2), task, 3, ks=(3, 1, 3), count=200, thresholds=(0.5,))
     assert result.ks == (1, 3)
+    assert result.exits[0].mean_loops == (1, 2)
     assert result.accuracy.shape == (2, 3) and result.accuracy[1, 2] == 1
     # The gate decides among the two trained loops, so the third lookup is cut off.
     assert result.expected_loops.tolist() == pytest.approx([1, 2])

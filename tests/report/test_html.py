@@ -130,7 +130,7 @@ def test_depth_of_a_token_is_told_three_ways() -> None:
     # Past the last colour the number still tells.
     assert '<span class="t l8" data-loop="12">x</span>' in html
     assert "left at loop 4: 0%" in html and "left at loop 12: 33%" in html
-    assert "claimed depth 5.33 loops, 5.33 weight passes and 12.00 token-loops per token" in html
+    assert "claimed depth 5.33 loops, 8.00 weight passes and 12.00 token-loops per token" in html
     style = files("looplm.report").joinpath("page.css").read_text(encoding="utf-8")
     underlines = [re.search(rf"\.l{loop} \{{[^}}]*border-bottom-style: (\w+)", style) for loop in (1, 2, 3, 4)]
     assert len({match.group(1) for match in underlines if match}) == 4

@@ -118,6 +118,15 @@ def test_telemetry_is_the_forward_that_trained(make_model, make_stage, make_batc
     assert record.tokens_per_second > 0 and record.seconds > 0
 
 
+def test_the_gradient_is_clipped_as_a_whole_and_told_as_it_was(make_model, make_stage, make_batches):
+    """Adam's first moments after one step are (1 - beta_1) times the gradient that it was given."""
+    trainer = Trainer(make_model(), make_stage(optimizer={"lr": 1e-2, "grad_clip": 0.01}), make_batches(), Telemetry())
+    grad_norm = trainer.train_step()["grad_norm"]
+    moments = torch.cat([state["exp_avg"].flatten() for state in trainer.optimizer.state.values()])
+    assert grad_norm > 0.1
+    assert moments.norm().item() == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
 def test_the_learning_rate_follows_the_schedule(make_model, make_stage, make_batches):
     stage = make_stage(schedule={"warmup_steps": 2, "final_share": 0.5})
     records = train(make_model(), stage, make_batches()).records
