@@ -144,11 +144,9 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values, cache: two names of one argument, see :class:`~looplm.hf.cache.SlottedCache`.
         use_cache: True makes a cache where none is given. None does not, unlike in dense models: R times the
             memory should not be taken by accident.
-        labels: (B, S), unshifted, -100 where ignored. The loss is the Stage I objective
-            (:func:`~looplm.objectives.expected_loss.expected_loss`) with `config.beta`, over
-            `num_items_in_batch` tokens. It never holds the logits of all loops, but `logits` are those of the
-            last loop all the same, since trainers take metrics from them; `logits_to_keep=1` saves their
-            memory and does not touch the loss.
+        labels: (B, S), unshifted, -100 where ignored. The loss is :meth:`expected_loss`, over `num_items_in_batch`
+            tokens. It never holds the logits of all loops, but `logits` are those of the last one all the same,
+            since trainers take metrics from them; `logits_to_keep=1` saves their memory and the loss stays.
         logits_to_keep: logits of the last n positions only, or of the positions in a tensor; 0 for all.
         return_dict: False gives a tuple. cache_position, packing: not needed, taken from callers that send them.
 
@@ -163,15 +161,10 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
             raise UserError("Attention weights are not available: attention runs in a fused kernel.")
         held = self._pick_cache(past_key_values, cache, use_cache)
         output = self._run(input_ids, attention_mask, position_ids, document_ids, num_loops, held)
-        last = output.loop_hidden_states[-1]
-        if isinstance(logits_to_keep, Tensor):
-            last = last[:, logits_to_keep]
-        elif logits_to_keep:
-            last = last[:, -logits_to_keep:]
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         result = LoopLMOutput(
             loss=None if labels is None else self.expected_loss(output, labels, num_items_in_batch),
-            logits=self.lm_head(last),
+            logits=self.lm_head(keep_positions(output.loop_hidden_states[-1], logits_to_keep)),
             hidden_states=output.loop_hidden_states if wants_states else None,
             loop_hidden_states=output.loop_hidden_states,
             gate_logits=output.gate_logits,
@@ -308,6 +301,13 @@ def documents_from_positions(position_ids: Tensor) -> Tensor | None:
     if not starts.any():
         return None
     return nn.functional.pad(starts.long().cumsum(-1), (1, 0))
+
+
+def keep_positions(hidden: Tensor, kept: int | Tensor) -> Tensor:
+    """The last `kept` positions of hidden states (B, S, D), those a tensor lists, or all for 0."""
+    if isinstance(kept, Tensor):
+        return hidden[:, kept]
+    return hidden[:, -kept:] if kept else hidden
 
 
 def check_packing(packing: Mapping[str, Any], documents: Tensor | None) -> None:

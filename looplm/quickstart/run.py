@@ -1,6 +1,7 @@
 """The quickstart's phases, in order: look at the shipped checkpoint, train a new model, fold digits, report."""
 
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -101,6 +102,13 @@ def check_writable(out: Path) -> None:
         raise UserError(f"Nothing can be written to {out}: {error.strerror}. Choose another --out.") from error
 
 
+def fresh_telemetry(out: Path, console: Console) -> Telemetry:
+    """Telemetry of this run in `out`; that of an earlier one is removed, since its files are appended to."""
+    directory = out / "telemetry"
+    shutil.rmtree(directory, ignore_errors=True)
+    return Telemetry(directory, console)
+
+
 def run(plan: Plan, out: Path, console: Console, *, smoke: bool) -> QuickstartReport:
     """Everything the quickstart does; writes the new model to `out/model` and the report to `out`."""
     progress = Progress(console, expected_seconds(plan, smoke))
@@ -108,9 +116,10 @@ def run(plan: Plan, out: Path, console: Console, *, smoke: bool) -> QuickstartRe
         split = split_documents(load_stdlib_text(plan.corpus_bytes).documents)
         split = replace(split, held_out=split.held_out[: plan.held_out_documents])
         shipped = look_at_shipped(plan, split, console)
-    trained = train_text(plan, split, out, progress)
+    telemetry = fresh_telemetry(out, console)
+    trained = train_text(plan, split, out, progress, telemetry)
     with progress.phase("Folding digits"):
-        fold = train_fold_model(plan, out, console)
+        fold = train_fold_model(plan, telemetry)
     with progress.phase("Report"):
         report = QuickstartReport(
             shipped=shipped,
@@ -164,9 +173,8 @@ def show_sample(sample: Sample, num_loops: int, console: Console) -> None:
     console.print(sample_counts(sample), style="italic", highlight=False)
 
 
-def train_text(plan: Plan, split: DocumentSplit, out: Path, progress: Progress) -> TextModel:
+def train_text(plan: Plan, split: DocumentSplit, out: Path, progress: Progress, telemetry: Telemetry) -> TextModel:
     """Trains a tokenizer, a looped model, its one-loop twin and its gate, and measures all of it."""
-    telemetry = Telemetry(out / "telemetry", progress.console)
     with progress.phase("Preparing text"):
         corpus = prepare_corpus(split, plan.text.vocab_size, plan.text.seq_len)
         recipe = fit_to_time(plan, corpus)
@@ -211,12 +219,11 @@ def train_text(plan: Plan, split: DocumentSplit, out: Path, progress: Progress) 
         )
 
 
-def train_fold_model(plan: Plan, out: Path, console: Console) -> FoldModel:
+def train_fold_model(plan: Plan, telemetry: Telemetry) -> FoldModel:
     """Trains and measures the fold task's model."""
     task = FoldTask()
     config = fold_config(task)
     stages = fold_stages(num_steps=plan.fold_steps, gate_steps=plan.fold_gate_steps)
-    telemetry = Telemetry(out / "telemetry", console)
     began = time.monotonic()
     model = train_fold(task, config, stages, telemetry)
     seconds = time.monotonic() - began
