@@ -1,4 +1,4 @@
-"""What the shipped checkpoint promises: it is small, depth pays, its gate decides well, and it was trained as logged."""
+"""What the shipped checkpoint promises: small, depth pays, its gate decides well, and it was trained as logged."""
 
 from pathlib import Path
 
