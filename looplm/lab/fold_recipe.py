@@ -7,7 +7,7 @@ import torch
 
 from looplm.hf.config import LoopLMConfig
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.lab.fold import VOCAB_SIZE, FoldTask
+from looplm.lab.fold import PAD, VOCAB_SIZE, FoldTask
 from looplm.model.config import LoopedConfig
 from looplm.training.recipe import (
     ExpectedLossRecipe,
@@ -42,19 +42,20 @@ def fold_config(task: FoldTask, num_loops: int = 4) -> LoopLMConfig:
         initializer_range=0.1,
         max_position_embeddings=2 * (task.max_k + 2),
     )
-    return LoopLMConfig.from_model_config(shape)
+    return LoopLMConfig.from_model_config(shape, pad_token_id=PAD)
 
 
-def fold_stages(num_loops: int = 4, num_steps: int = 1200, gate_steps: int = 200) -> tuple[StageRecipe, ...]:
+def fold_stages(num_loops: int = 4, num_steps: int = 1500, gate_steps: int = 200) -> tuple[StageRecipe, ...]:
     """Stage I for `num_steps` with the expected loss, then Stage II for `gate_steps`; a single loop has no Stage II.
 
-    Stage II labels the hazard that decides whether a loop runs with what that loop gained ("next"): here the loop an
-    answer needs is known, and the paper's label, one loop later, would teach the gate to run one more.
+    beta is four times the usual: with 0.05 the first loops lose their weight before they have learnt what they can,
+    and Stage II then finds little to tell the depths apart by. Stage II labels the hazard that decides whether a loop
+    runs with what that loop gained ("next"); the paper's label, one loop later, leaves one loop later too.
     """
     learn = StageRecipe(
         name="fold",
         num_steps=num_steps,
-        objective=ExpectedLossRecipe(beta=0.05),
+        objective=ExpectedLossRecipe(beta=0.2),
         optimizer=OptimizerRecipe(lr=8e-3),
         schedule=ScheduleRecipe(warmup_steps=min(100, num_steps // 10), final_share=0.05),
         num_loops=num_loops,
@@ -81,9 +82,10 @@ def train_fold(
     seed: int = 0,
     run_dir: Path | None = None,
 ) -> LoopLMForCausalLM:
-    """Builds a model from `seed` and trains it through `stages` on one stream; returns it in eval mode.
+    """Builds a model from `seed` and trains it through `stages` on one stream; returns it in eval mode, not frozen.
 
-    The global random state is left as it was. Raises UserError when a stage diverges.
+    Telemetry shows each stage as it runs, counting answers as tokens. The global random state is left as it was.
+    Raises UserError when a stage diverges.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -4,9 +4,8 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from looplm.lab.fold_evaluation import evaluate_fold
 from looplm.lab.fold_recipe import fold_config, fold_stages, train_fold
 from looplm.model.flops import count_parameters
 from looplm.quickstart.plan import Plan
+from looplm.quickstart.progress import Progress, expected_seconds
 from looplm.quickstart.shipped import read_training_log, shipped_directory, training_points
 from looplm.report.assemble import text_model, twin_model
 from looplm.report.depth_text import depth_text, legend
@@ -39,57 +39,17 @@ from looplm.report.schema import (
     Command,
     FoldModel,
     Machine,
-    Phase,
     QuickstartReport,
     Sample,
     SampleToken,
     TextModel,
 )
 from looplm.report.terminal import print_report
-from looplm.training.telemetry import Telemetry, clock
+from looplm.training.telemetry import Telemetry
 from looplm.training.text_model import Corpus, TextRecipe, new_model, prepare_corpus, train_stage
 from looplm.training.trainer import cpu_has_bf16
 
 SAMPLE_PROMPT = "def read_lines(path):\n"
-
-
-@dataclass
-class Progress:
-    """Says which phase runs, how long it should take and how much is left; keeps the time each took."""
-
-    console: Console
-    expected: dict[str, float]
-    """Phase -> seconds expected, in order."""
-    phases: list[Phase] = field(default_factory=list)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """One phase. Expectations that come out wrong stretch those still to come."""
-        done = sum(p.seconds for p in self.phases)
-        planned = sum(list(self.expected.values())[: len(self.phases)])
-        pace = done / planned if planned else 1.0
-        left = pace * sum(list(self.expected.values())[len(self.phases) :])
-        number = f"{len(self.phases) + 1}/{len(self.expected)}"
-        self.console.rule(f"[bold]{number} {name}[/bold]  (about {clock(left)} left in all)", align="left")
-        began = time.monotonic()
-        yield
-        self.phases.append(Phase(name=name, seconds=time.monotonic() - began))
-
-
-def expected_seconds(plan: Plan, smoke: bool) -> dict[str, float]:
-    """Phases in order and what each should take on two CPU cores."""
-    text = plan.text_seconds
-    shipped, prepare, gate, measuring, fold, report = (8, 3, 3, 3, 6, 6) if smoke else (40, 25, 35, 40, 150, 10)
-    return {
-        "The shipped checkpoint": shipped,
-        "Preparing text": prepare,
-        "Training": text,
-        "One-loop twin": text / 3,
-        "Training the gate": gate,
-        "Measuring": measuring,
-        "Folding digits": fold,
-        "Report": report,
-    }
 
 
 def check_writable(out: Path) -> None:

@@ -12,7 +12,8 @@ from rich.console import Console
 from looplm.errors import UserError
 from looplm.hf.load import load, load_tokenizer
 from looplm.quickstart.plan import FULL, SMOKE
-from looplm.quickstart.run import Progress, check_writable, expected_seconds, run
+from looplm.quickstart.progress import Progress, expected_seconds
+from looplm.quickstart.run import check_writable, run
 from looplm.report.schema import QuickstartReport
 
 
@@ -56,7 +57,7 @@ def test_an_unwritable_directory_is_refused_before_any_work(tmp_path: Path) -> N
 
 def test_the_time_left_follows_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 20.0, 20.0, 20.0])
-    monkeypatch.setattr("looplm.quickstart.run.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("looplm.quickstart.progress.time.monotonic", lambda: next(clock))
     terminal = io.StringIO()
     progress = Progress(Console(file=terminal, width=80), {"one": 10.0, "two": 30.0})
     with progress.phase("one"):
