@@ -48,9 +48,9 @@ def fold_config(task: FoldTask, num_loops: int = 4) -> LoopLMConfig:
 def fold_stages(num_loops: int = 4, num_steps: int = 1500, gate_steps: int = 200) -> tuple[StageRecipe, ...]:
     """Stage I for `num_steps` with the expected loss, then Stage II for `gate_steps`; a single loop has no Stage II.
 
-    beta is four times the usual: with 0.05 the first loops lose their weight before they have learnt what they can,
-    and Stage II then finds little to tell the depths apart by. Stage II labels the hazard that decides whether a loop
-    runs with what that loop gained ("next"); the paper's label, one loop later, leaves one loop later too.
+    beta is four times the usual: with 0.05 Stage II ends with the depths of the ks closer together. Stage II labels
+    the hazard that decides whether a loop runs with what that loop gained ("next"); with the paper's label, which goes
+    to the hazard one loop later, answers leave later than they need to.
     """
     learn = StageRecipe(
         name="fold",
