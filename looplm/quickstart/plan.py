@@ -67,7 +67,7 @@ FULL = Plan(
     held_out_documents=None,
     extra_loops=2,
     sample_tokens=160,
-    fold_steps=1200,
+    fold_steps=1500,
     fold_gate_steps=200,
 )
 

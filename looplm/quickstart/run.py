@@ -187,11 +187,12 @@ def train_fold_model(plan: Plan, telemetry: Telemetry) -> FoldModel:
     began = time.monotonic()
     model = train_fold(task, config, stages, telemetry)
     seconds = time.monotonic() - began
-    found = evaluate_fold(model, task)
+    found = evaluate_fold(model, task, thresholds=(0.3, 0.5, 0.9))
+    twin = train_fold(task, fold_config(task, 1), fold_stages(1, num_steps=plan.fold_steps), telemetry)
     return FoldModel(
         description=(
             f"One layer of width {config.hidden_size} with {config.num_loops} loops, trained on 1 to {task.max_k} "
-            "lookups; only the final answer is ever shown to it. Then the gate alone."
+            "lookups; only the answer is ever shown to it, and a tenth of the expressions never. Then the gate alone."
         ),
         num_parameters=count_parameters(model.model.config).total,
         training_steps=sum(stage.num_steps for stage in stages),
@@ -199,6 +200,8 @@ def train_fold_model(plan: Plan, telemetry: Telemetry) -> FoldModel:
         trained_loops=found.trained_loops,
         groups=found.groups,
         gate=found.gate,
+        exits=found.exits,
+        twin_accuracy=tuple(evaluate_fold(twin, task, 1).accuracy[:, 0].tolist()),
         training=training_points(telemetry.records, stages[0].name),
     )
 

@@ -126,6 +126,10 @@ def fold_section(fold: FoldModel) -> str:
             "work, accuracy spreads to the right as expressions grow.</p>",
             heat_map(fold),
             figure(plots.fold_depth_figure(fold), "Fold: the gate's expected depth by k."),
+            "<h3>Leaving early</h3>",
+            "<p>Each answer is read at the first loop whose exit probability, added up, reaches the threshold. The "
+            "twin has the same layer and one loop.</p>",
+            table(tables.fold_exit_table(fold)),
             _training_part("Fold", fold.training),
         ]
     )

@@ -116,6 +116,20 @@ def fold_table(fold: FoldModel) -> Cells:
     return Cells("Fold: accuracy by k and loop", columns, rows)
 
 
+def fold_exit_table(fold: FoldModel) -> Cells:
+    """What leaving early keeps and saves on each k, beside a twin that has one loop only."""
+    columns = ["k", "One-loop twin"]
+    for point in fold.exits:
+        columns += [f"At {point.threshold:g}", "Mean loops"]
+    rows = []
+    for i, group in enumerate(fold.groups):
+        cells = [str(group.group), f"{fold.twin_accuracy[i]:.2f}"]
+        for point in fold.exits:
+            cells += [f"{point.accuracy[i]:.2f}", f"{point.mean_loops[i]:.2f}"]
+        rows.append(tuple(cells))
+    return Cells("Fold: accuracy at exit thresholds, and of the one-loop twin", tuple(columns), tuple(rows))
+
+
 def machine_table(machine: Machine, phases: tuple[Phase, ...]) -> Cells:
     """What ran where, and for how long."""
     total = sum(phase.seconds for phase in phases)

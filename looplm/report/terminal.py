@@ -8,6 +8,7 @@ from looplm.report.tables import (
     Cells,
     cache_table,
     depth_table,
+    fold_exit_table,
     fold_table,
     gate_table,
     machine_table,
@@ -28,7 +29,9 @@ def print_report(report: QuickstartReport, console: Console) -> None:
             (depth_table(model), gate_table(model), threshold_table(model), cache_table(model)),
             console,
         )
-    print_part("The fold task", [fold_verdict(report.fold)], (fold_table(report.fold),), console)
+    print_part(
+        "The fold task", [fold_verdict(report.fold)], (fold_table(report.fold), fold_exit_table(report.fold)), console
+    )
     console.print(terminal_table(machine_table(report.machine, report.phases)))
 
 

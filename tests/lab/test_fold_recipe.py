@@ -65,7 +65,7 @@ def test_training_resumes_bit_for_bit(tmp_path):
 
 
 def test_one_loop_has_no_gate_to_train():
-    assert [stage.name for stage in fold_stages(1)] == ["fold"]
+    assert [stage.name for stage in fold_stages(1)] == ["fold one-loop twin"]
     _, gate = fold_stages(4)
     assert isinstance(gate.objective, GateLossRecipe)
 

@@ -26,6 +26,10 @@ def test_cells_are_the_report_s_numbers(report: QuickstartReport) -> None:
     assert tables.machine_table(report.machine, report.phases).rows[-1] == ("All together", "226 s")
 
 
+def test_fold_exits_stand_beside_the_twin(report: QuickstartReport) -> None:
+    assert tables.fold_exit_table(report.fold).rows[3] == ("4", "0.34", "0.91", "4.00", "0.95", "4.00")
+
+
 def test_every_row_has_a_cell_for_every_column(report: QuickstartReport) -> None:
     model = report.trained
     for cells in (
@@ -34,6 +38,7 @@ def test_every_row_has_a_cell_for_every_column(report: QuickstartReport) -> None
         tables.threshold_table(model),
         tables.cache_table(model),
         tables.fold_table(report.fold),
+        tables.fold_exit_table(report.fold),
         tables.machine_table(report.machine, report.phases),
     ):
         assert {len(row) for row in cells.rows} == {len(cells.columns)}, cells.title
