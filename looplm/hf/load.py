@@ -24,6 +24,9 @@ from looplm.hf.register import register
 
 GENERATION_CONFIG = "generation_config.json"
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""One of these a checkpoint with a tokenizer has."""
+
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -114,12 +117,18 @@ def read_weights(stored: dict[str, StoredTensor], dtype: torch.dtype, device: to
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint directory or hub name. Raises UserError when it has none."""
+    register()  # or transformers warns of a model type it does not know
     directory = find_checkpoint(source)
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"{source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}. Copy the tokenizer's files into it, or "
+            "give token ids instead of text."
+        )
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{source} has no tokenizer that can be read ({reason}). Copy tokenizer.json and tokenizer_config.json "
-            "into it, or give token ids instead of text."
+            f"The tokenizer of {source} cannot be read ({reason}). Copy tokenizer.json and tokenizer_config.json into "
+            "it anew, or give token ids instead of text."
         ) from None
