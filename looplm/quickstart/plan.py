@@ -34,6 +34,7 @@ class Plan(Strict):
     text_seconds: float
     """Stage I of the text model takes about this long: the number of steps follows from the measured pace."""
     min_steps: int
+    """Steps that are made however slow the machine."""
     corpus_bytes: int | None
     """Cap on the standard library's text; None takes all of it."""
     held_out_documents: int | None
@@ -55,14 +56,14 @@ TEXT_RECIPE = TextRecipe(
     beta=0.1,
     smoothing=0.2,
     batch_size=4,
-    num_steps=20_000,
-    num_gate_steps=150,
+    num_steps=2_400,
+    num_gate_steps=300,
 )
 
 FULL = Plan(
     text=TEXT_RECIPE,
     text_seconds=200.0,
-    min_steps=300,
+    min_steps=1_200,
     corpus_bytes=None,
     held_out_documents=None,
     extra_loops=2,

@@ -38,12 +38,12 @@ class Progress:
 def expected_seconds(plan: Plan, smoke: bool) -> dict[str, float]:
     """Phases in order and what each should take on two CPU cores."""
     text = plan.text_seconds
-    shipped, prepare, gate, measuring, fold, report = (8, 3, 3, 3, 6, 6) if smoke else (40, 25, 35, 40, 150, 10)
+    shipped, prepare, gate, measuring, fold, report = (8, 3, 3, 3, 6, 6) if smoke else (20, 15, 20, 15, 120, 10)
     return {
         "The shipped checkpoint": shipped,
         "Preparing text": prepare,
         "Training": text,
-        "One-loop twin": text / 3,
+        "One-loop twin": text / 4,
         "Training the gate": gate,
         "Measuring": measuring,
         "Folding digits": fold,

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from looplm.data.documents import DocumentSplit, split_documents
 from looplm.data.evaluation_windows import EvaluationWindows
+from looplm.data.packing import PackedDataset
 from looplm.data.stdlib_text import load_stdlib_text
 from looplm.errors import UserError
 from looplm.evaluation.exit_curve import TABLE_THRESHOLDS, exit_curve, gate_statistics
@@ -47,9 +49,10 @@ from looplm.report.schema import (
 from looplm.report.terminal import print_report
 from looplm.training.telemetry import Telemetry
 from looplm.training.text_model import Corpus, TextRecipe, new_model, prepare_corpus, train_stage
-from looplm.training.trainer import cpu_has_bf16
+from looplm.training.trainer import Trainer, cpu_has_bf16
 
 SAMPLE_PROMPT = "def read_lines(path):\n"
+PROBE_STEPS = 16
 
 
 def check_writable(out: Path) -> None:
@@ -207,13 +210,21 @@ def train_fold_model(plan: Plan, telemetry: Telemetry) -> FoldModel:
 
 
 def fit_to_time(plan: Plan, corpus: Corpus) -> TextRecipe:
-    """The plan's recipe with as many steps as this machine makes in `text_seconds`, measured on a throw-away model."""
-    recipe, probe = plan.text, 6
-    timed = recipe.model_copy(update={"num_steps": probe})
-    model = new_model(timed, corpus, recipe.num_loops)
-    train_stage(model, timed.stage_one(recipe.num_loops, "pace"), timed, corpus, Telemetry())  # warms up
-    took = train_stage(model, timed.stage_one(recipe.num_loops, "pace"), timed, corpus, Telemetry()).seconds / probe
-    steps = max(plan.min_steps, min(recipe.num_steps, round(plan.text_seconds / took)))
+    """The plan's recipe with as many steps as this machine makes in `text_seconds`, within the plan's bounds.
+
+    The pace is the median over some steps of a throw-away model: a moment's stutter must not halve the run.
+    """
+    recipe = plan.text
+    batches = PackedDataset(corpus.train, seq_len=recipe.seq_len, batch_size=recipe.batch_size, seed=recipe.seed)
+    stage = recipe.stage_one(recipe.num_loops, "pace")
+    trainer = Trainer(new_model(recipe, corpus, recipe.num_loops), stage, batches, Telemetry())
+    seconds: list[float] = []
+    for _ in range(PROBE_STEPS):
+        began = time.perf_counter()
+        trainer.train_step()
+        seconds.append(time.perf_counter() - began)
+    pace = median(seconds[PROBE_STEPS // 4 :])  # the first steps warm up
+    steps = max(plan.min_steps, min(recipe.num_steps, round(plan.text_seconds / pace)))
     return recipe.model_copy(update={"num_steps": steps})
 
 
