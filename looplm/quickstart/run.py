@@ -216,7 +216,7 @@ def fit_to_time(plan: Plan, corpus: Corpus) -> TextRecipe:
     """
     recipe = plan.text
     batches = PackedDataset(corpus.train, seq_len=recipe.seq_len, batch_size=recipe.batch_size, seed=recipe.seed)
-    stage = recipe.stage_one(recipe.num_loops, "pace")
+    stage = recipe.stage_one(recipe.num_loops, "pace").model_copy(update={"checkpoint_every": None})
     trainer = Trainer(new_model(recipe, corpus, recipe.num_loops), stage, batches, Telemetry())
     seconds: list[float] = []
     for _ in range(PROBE_STEPS):

@@ -162,8 +162,13 @@ def train_stage(
     run_dir: Path | None = None,
     resume: bool = False,
 ) -> StageResult:
-    """Runs one stage over the corpus's training part, from the last checkpoint in `run_dir` if asked to resume."""
+    """Runs one stage over the corpus's training part, from the last checkpoint in `run_dir` if asked to resume.
+
+    Without a `run_dir` no checkpoints are written.
+    """
     batches = PackedDataset(corpus.train, seq_len=recipe.seq_len, batch_size=recipe.batch_size, seed=recipe.seed)
+    if run_dir is None:
+        stage = stage.model_copy(update={"checkpoint_every": None})
     trainer = Trainer(model, stage, batches, telemetry, run_dir)
     if resume:
         trainer.resume()
