@@ -1,4 +1,4 @@
-"""Looped language models: train them, convert into them, run them with early exit, look inside.
+"""Looped language models: train them, run them with early exit, look inside.
 
     model = looplm.load("path-or-hub-name")
     engine = looplm.Engine(model, looplm.load_tokenizer("path-or-hub-name"))

@@ -14,7 +14,7 @@ from looplm.errors import UserError
 
 app = typer.Typer(
     name="looplm",
-    help="Looped language models: train them, convert into them, run them with early exit, look inside.",
+    help="Looped language models: train them, run them with early exit, look inside.",
     no_args_is_help=True,
     add_completion=False,
     # Markdown leaves square brackets alone; rich's own markup would swallow "[key=value ...]".

@@ -1,7 +1,9 @@
 """The quickstart's phases, in order: look at the shipped checkpoint, train a new model, fold digits, report."""
 
+import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -23,7 +25,7 @@ from looplm.evaluation.exit_curve import TABLE_THRESHOLDS, exit_curve, gate_stat
 from looplm.evaluation.record import DepthRecord, record
 from looplm.hf.load import load, load_tokenizer
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.hf.save import save_checkpoint
+from looplm.hf.save import files_to_keep, save_checkpoint
 from looplm.inference import Engine, QuantileExit, SamplingParams
 from looplm.inference.text import token_texts
 from looplm.lab.fold import FoldTask
@@ -56,7 +58,8 @@ PROBE_STEPS = 16
 
 
 def check_writable(out: Path) -> None:
-    """Makes `out`; raises UserError now rather than after ten minutes when nothing can be written there."""
+    """Makes `out`; raises UserError now rather than after ten minutes when something cannot be written there."""
+    files_to_keep(out.resolve() / "model")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -66,9 +69,11 @@ def check_writable(out: Path) -> None:
 
 
 def fresh_telemetry(out: Path, console: Console) -> Telemetry:
-    """Telemetry of this run in `out`; that of an earlier one is removed, since its files are appended to."""
+    """Telemetry of this run in `out`. What an earlier run wrote there is removed, since its files are appended to."""
     directory = out / "telemetry"
-    shutil.rmtree(directory, ignore_errors=True)
+    (directory / "telemetry.jsonl").unlink(missing_ok=True)
+    for events in (directory / "tensorboard").glob("events.out.tfevents.*"):
+        events.unlink()
     return Telemetry(directory, console)
 
 
@@ -276,15 +281,18 @@ def machine() -> Machine:
 
 
 def next_commands(out: Path) -> tuple[Command, ...]:
-    """Three things to try."""
+    """Three things to try, as they can be typed here: an environment that is not activated is not on the path."""
+    looplm = "looplm" if shutil.which("looplm") else os.path.relpath(Path(sys.executable).with_name("looplm"))
+    model = out / "model"
     return (
         Command(
-            command='looplm generate stdlib-small --prompt "def main(" --exit-threshold 0.5 --show-depth',
-            explanation="Text from the shipped checkpoint, each token coloured by the loop it left at.",
+            command=f'{looplm} generate --prompt "def read_lines(" --exit-threshold 0.2 --temperature 0.7 --seed 0 '
+            "--show-depth",
+            explanation="Text from the shipped checkpoint, each token marked with the loop it left at.",
         ),
-        Command(command=f"looplm info {out / 'model'}", explanation="Parameters, FLOPs and cache of your new model."),
+        Command(command=f"{looplm} info {model}", explanation="Parameters, FLOPs and cache of your new model."),
         Command(
-            command=f'looplm generate {out / "model"} --prompt "import " --num-loops 1',
+            command=f'{looplm} generate {model} --prompt "import " --num-loops 1',
             explanation="Your model at one loop; try 2, 4 and 6.",
         ),
     )

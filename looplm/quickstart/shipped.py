@@ -1,9 +1,9 @@
 """The checkpoint that ships with the package, and the log of its training that lies beside it."""
 
+from importlib import resources
 from pathlib import Path
 
 from looplm.evaluation.exit_curve import GateStatistics
-from looplm.hf.checkpoint import find_checkpoint
 from looplm.quickstart.plan import SHIPPED
 from looplm.report.schema import TrainingPoint
 from looplm.training.recipe import Strict
@@ -28,8 +28,8 @@ class TrainingLog(Strict):
 
 
 def shipped_directory() -> Path:
-    """Where the shipped checkpoint lies."""
-    return find_checkpoint(SHIPPED)
+    """Where the shipped checkpoint lies, whatever folders the user has."""
+    return Path(str(resources.files("looplm"))) / "checkpoints" / SHIPPED
 
 
 def read_training_log() -> TrainingLog:

@@ -11,6 +11,8 @@ from looplm.report.schema import FoldModel, TextModel, Twin
 
 ENTROPY_FLOOR = 0.3
 """Share of ln R that the mean entropy of the exit distribution should exceed after Stage I."""
+FAIR_SHARE = 0.4
+"""Share of an even part of the exit probability below which loop 1 counts as left behind in training."""
 DEPTH_SPREAD_FLOOR = 0.1
 """Standard deviation of the expected depth across tokens that the gate should reach after Stage II."""
 
@@ -29,6 +31,7 @@ def text_model_verdicts(model: TextModel) -> list[Verdict]:
     """All findings about a model of text, in the order of the page."""
     found = [
         depth_verdict(model.sweep),
+        first_loop_verdict(model.stage_one_gate),
         anytime_verdict(model.sweep),
         beyond_verdict(model.sweep),
         twin_verdict(model.twin, model.sweep.trained_loops) if model.twin is not None else None,
@@ -54,6 +57,18 @@ def depth_verdict(sweep: DepthSweep) -> Verdict:
         f"Depth pays{'' if pays else ', if at all'}: loop {best.num_loops} needs {saved:.1%} fewer bits per byte than "
         f"loop 1, {best.bits_per_byte:.3f} against {first.bits_per_byte:.3f}: a change of {_signed(change)}.",
         True if pays else None,
+    )
+
+
+def first_loop_verdict(gate: GateStatistics) -> Verdict | None:
+    """Whether loop 1 was trained enough for a gain over it to mean much; None where it was."""
+    share = gate.mean_exit_pdf[0]
+    if len(gate.mean_exit_pdf) == 1 or share >= FAIR_SHARE / len(gate.mean_exit_pdf):
+        return None
+    return Verdict(
+        f"Loop 1 has only {share:.0%} of the exit probability after Stage I, so little of the training went into it: "
+        "part of the gain over it is that it was left behind. A one-loop twin is the fairer rival.",
+        None,
     )
 
 

@@ -57,8 +57,8 @@ class Trainer:
     ) -> None:
         if stage.checkpoint_every is not None and run_dir is None:
             raise UserError(
-                f"Stage {stage.name!r} asks for a checkpoint every {stage.checkpoint_every} steps, but there is no run "
-                "directory to write it to."
+                f"Stage {stage.name!r} asks for a checkpoint every {stage.checkpoint_every} steps, but there is no "
+                "run directory to write it to."
             )
         self.model, self.stage, self.batches, self.telemetry = model, stage, batches, telemetry
         self.state_dir = run_dir / f"{stage.name}.state" if run_dir is not None else None

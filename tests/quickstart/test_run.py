@@ -13,7 +13,7 @@ from looplm.errors import UserError
 from looplm.hf.load import load, load_tokenizer
 from looplm.quickstart.plan import FULL, SMOKE
 from looplm.quickstart.progress import Progress, expected_seconds
-from looplm.quickstart.run import check_writable, run
+from looplm.quickstart.run import check_writable, fresh_telemetry, run
 from looplm.report.schema import QuickstartReport
 
 
@@ -71,3 +71,16 @@ def test_the_time_left_follows_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_full_plan_takes_about_ten_minutes() -> None:
     assert 400 < sum(expected_seconds(FULL, smoke=False).values()) < 660
+
+
+def test_what_else_lies_in_the_directory_is_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "telemetry" / "data.csv"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    (mine.parent / "telemetry.jsonl").write_text("an earlier run's")
+    fresh_telemetry(tmp_path, Console(file=io.StringIO()))
+    assert mine.read_text() == "mine" and not (mine.parent / "telemetry.jsonl").exists()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.tex").write_text("mine too")
+    with pytest.raises(UserError):
+        check_writable(tmp_path)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from looplm.evaluation.bootstrap import Interval
+from looplm.evaluation.exit_curve import GateStatistics
 from looplm.report import verdicts
 from looplm.report.schema import QuickstartReport
 
@@ -124,3 +125,14 @@ def test_work_tells_passes_from_token_loops(report: QuickstartReport) -> None:
     )
     text = verdicts.work_verdict((report.trained.thresholds[0], point, report.trained.thresholds[-1])).text
     assert "threshold 0.5" in text and "saves 38% of the weight passes, and 10% of the token-loops: 3.60" in text
+
+
+def test_a_loop_left_behind_in_training_is_said() -> None:
+    even = GateStatistics(
+        mean_exit_pdf=(0.2, 0.3, 0.3, 0.2), mean_entropy_nats=1.3, mean_expected_loops=2.5, expected_loops_std=0.2
+    )
+    assert verdicts.first_loop_verdict(even) is None
+    left = replace(even, mean_exit_pdf=(0.03, 0.24, 0.35, 0.38))
+    found = verdicts.first_loop_verdict(left)
+    assert found is not None and found.good is None and "only 3% of the exit probability" in found.text
+    assert verdicts.first_loop_verdict(replace(even, mean_exit_pdf=(1.0,))) is None
