@@ -45,7 +45,8 @@ def generate(
 ) -> None:
     """Continue a prompt with CHECKPOINT, at the checkpoint's own exit threshold unless an option says otherwise.
 
-    Tokens that leave early skip work; nothing is approximated: text and depths are those of running all loops.
+    Tokens that leave early skip work; text and depths are those of running all loops: exactly in float64; in float32
+    and bfloat16 wherever the margin of choice exceeds rounding.
     """
     from looplm.inference import SamplingParams
 
@@ -54,9 +55,18 @@ def generate(
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if input is not None and output is not None:
         from looplm.cli.generate_file import answer_file
+        from looplm.hf.load import check_dtype
 
-        depth = {"checkpoint": checkpoint, "num_loops": num_loops, "exit_threshold": exit_threshold}
-        answer_file(input, output, depth, sampling, policy, lambda: load_engine(checkpoint, policy, device, dtype))
+        check_device(device)
+        kept = check_dtype(dtype)
+        made_with = {
+            "checkpoint": checkpoint,
+            "num_loops": num_loops,
+            "exit_threshold": exit_threshold,
+            "dtype": None if kept is None else str(kept).removeprefix("torch."),
+            "device": device or "cpu",
+        }
+        answer_file(input, output, made_with, sampling, policy, lambda: load_engine(checkpoint, policy, device, dtype))
         return
     engine = load_engine(checkpoint, policy, device, dtype)
     assert prompt is not None
@@ -101,10 +111,12 @@ def exit_policy(num_loops: int | None, exit_threshold: float | None) -> "ExitPol
 
 def load_engine(checkpoint: str, policy: "ExitPolicy | None", device: str | None, dtype: str | None) -> "Engine":
     """Checkpoint and tokenizer as an engine. Warns on stderr when more loops are asked for than were trained."""
+    from looplm.hf.checkpoint import CONFIG, find_checkpoint, read_config
     from looplm.hf.load import load, load_tokenizer
     from looplm.inference import Engine, FixedDepth
 
     check_device(device)
+    read_config(find_checkpoint(checkpoint) / CONFIG)  # or the tokenizer would be blamed for a damaged config
     tokenizer = load_tokenizer(checkpoint)
     model = load(checkpoint, dtype=dtype, device=device)
     trained = model.model.config.num_loops
@@ -122,10 +134,12 @@ def check_device(device: str | None) -> None:
     import torch
 
     try:
-        torch.empty(0, device=device)
+        kind = torch.empty(0, device=device).device.type
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--device {device} cannot be used here: {reason}") from None
+    if kind == "meta":
+        raise UserError("--device meta cannot be used here: it holds shapes and no numbers. Use cpu or cuda.")
 
 
 # --- Showing depth ----------------------------------------------------------------------------------------------

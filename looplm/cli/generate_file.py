@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from looplm.errors import UserError
 
+START = b'{"index": '
+"""How every answer begins in the file."""
+
 if TYPE_CHECKING:
     from looplm.inference import Engine, ExitPolicy, GenerationResult, SamplingParams
 
@@ -26,12 +29,15 @@ def answer_file(
     The files are checked before the model is loaded. An answer has the prompt's `index` (its line, from 0), `prompt`,
     `text`, `token_ids`, `loops`, `token_loops`, `finish_reason`, and the `settings` it was made with, those of `depth`
     and of `sampling`. Raises UserError for a malformed line (its number is said), for answers to other prompts or with
-    other settings, for a prompt over the context, and when `output` cannot be written.
+    other settings, for a prompt over the context, when `output` cannot be written, is no regular file or is `input`.
+    A file that does not hold answers to `input` is left as it is. A prompt for which the model gives logits that are
+    not finite gets no answer; the others do, and a UserError at the end names its line.
     """
     settings = depth | {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
     prompts = [read_prompt(input, number, line) for number, line in enumerate(read_lines(input), start=1)]
     if not prompts:
         raise UserError(f'{input} is empty; give one JSON object a line, such as {{"prompt": "Once upon"}}.')
+    check_output(input, output)
     with writing(output), output.open("ab+") as file:
         answered = answered_indices(output, file, prompts, settings)
     left = [index for index in range(len(prompts)) if index not in answered]
@@ -39,12 +45,39 @@ def answer_file(
         print(f"{len(answered)} of {len(prompts)} prompts are answered already.")
     if left:
         results = answers(input, prompts, left, sampling, policy, load_engine())
+        failed: list[int] = []
         with writing(output), output.open("ab") as file:
             for index, result in zip(left, results, strict=True):
+                if result.finish_reason == "error":
+                    failed.append(index)
+                    continue
                 record = answer_record(index, prompts[index], settings, result)
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
                 file.flush()
+        if failed:
+            raise not_finite(input, failed)
     print(f"{len(prompts)} answers in {output}")
+
+
+def not_finite(input: Path, failed: list[int]) -> UserError:
+    """What to say of the prompts that the model broke down on, by their lines."""
+    named = ", ".join(str(index + 1) for index in failed[:5]) + (" ..." if len(failed) > 5 else "")
+    return UserError(
+        f"{input}, line {named}: the model gave logits that are not finite for {len(failed)} of the prompts, which "
+        "have no answer. Its weights are damaged, or overflow in this dtype. Answers to other prompts are kept."
+    )
+
+
+def check_output(input: Path, output: Path) -> None:
+    """Raises UserError unless `output` is new or a regular file, and another one than `input`."""
+    with writing(output):
+        if not output.exists():
+            return
+        same, regular = output.samefile(input), output.is_file()
+    if same:
+        raise UserError(f"--input and --output are the same file, {output}; choose another one for the answers.")
+    if not regular:
+        raise UserError(f"{output} cannot be written as answers: it is no regular file. Choose another --output.")
 
 
 @contextmanager
@@ -115,6 +148,10 @@ def read_object(path: Path, number: int, line: str) -> dict[str, Any]:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno}).") from None
+    except RecursionError:
+        raise UserError(f"{path}, line {number}: the JSON is nested too deeply to be read.") from None
+    except ValueError as error:  # a whole number of thousands of digits
+        raise UserError(f"{path}, line {number}: the JSON cannot be read ({error}).") from None
     if not isinstance(record, dict):
         raise UserError(f"{path}, line {number}: holds a {type(record).__name__}; it must be a JSON object.")
     return record
@@ -124,32 +161,70 @@ def read_prompt(path: Path, number: int, line: str) -> str:
     """The prompt in a line of the input. Raises UserError that names file and line."""
     prompt = read_object(path, number, line).get("prompt")
     if not isinstance(prompt, str) or not prompt:
-        raise UserError(f'{path}, line {number}: "prompt" is {prompt!r}; it must be a text that is not empty.')
+        raise UserError(f'{path}, line {number}: "prompt" is {shown(prompt)}; it must be a text that is not empty.')
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f'{path}, line {number}: "prompt" is not valid Unicode text: it has half of a surrogate pair.'
+        ) from None
     return prompt
+
+
+def shown(value: object) -> str:
+    """A JSON value for a message: simple ones as they are, others by their type."""
+    return f"a {type(value).__name__}" if isinstance(value, list | dict) else repr(value)
+
+
+# --- Going on ---------------------------------------------------------------------------------------------------
 
 
 def answered_indices(path: Path, file: BinaryIO, prompts: list[str], settings: dict[str, Any]) -> set[int]:
     """Which prompts an output, open for reading and appending, has answers to.
 
-    A last line that was cut short when the run was killed is taken out. Raises UserError unless all lines are answers
-    to `prompts` with these `settings`.
+    A last line that was cut short when the run was killed is taken out, once everything before it is known to be
+    answers. Raises UserError, and leaves the file as it is, unless all lines are answers to `prompts` with these
+    `settings`.
     """
     file.seek(0)
     whole, newline, rest = file.read().rpartition(b"\n")
+    lines = (decode_lines(path, whole) or [""]) if newline else []
+    answered = {
+        check_answer(path, number, read_object(path, number, line), prompts, settings)
+        for number, line in enumerate(lines, start=1)
+    }
     if rest:  # every answer ends its line, so this one was cut short
+        check_cut_answer(path, len(lines) + 1, rest, prompts, settings, bool(answered))
         file.truncate(len(whole + newline))
-    answered: set[int] = set()
-    for number, line in enumerate(decode_lines(path, whole), start=1):
-        record = read_object(path, number, line)
-        index = record.get("index")
-        if not isinstance(index, int) or not 0 <= index < len(prompts) or record.get("prompt") != prompts[index]:
-            raise UserError(
-                f"{path}, line {number}: answers another prompt than the input has. Choose another --output."
-            )
-        if record.get("settings") != settings:
-            raise UserError(
-                f"{path}, line {number}: was made with other options ({record.get('settings')}). Use the same ones to "
-                "go on, or choose another --output."
-            )
-        answered.add(index)
     return answered
+
+
+def check_answer(path: Path, number: int, record: dict[str, Any], prompts: list[str], settings: dict[str, Any]) -> int:
+    """The index of the prompt that `record` answers. Raises UserError when it is no answer made with `settings`."""
+    index = record.get("index")
+    if type(index) is not int or not 0 <= index < len(prompts) or record.get("prompt") != prompts[index]:
+        raise UserError(f"{path}, line {number}: answers another prompt than the input has. Choose another --output.")
+    found = record.get("settings")
+    if found != settings:
+        had = found if isinstance(found, dict) else {}
+        names = [name for name in settings | had if name not in had or had[name] != settings.get(name)]
+        options = ", ".join(f"{name} {shown(had[name])}" if name in had else f"no {name}" for name in names)
+        raise UserError(
+            f"{path}, line {number}: was made with other options ({options}). Use the same ones to go on, or choose "
+            "another --output."
+        )
+    return index
+
+
+def check_cut_answer(
+    path: Path, number: int, rest: bytes, prompts: list[str], settings: dict[str, Any], after_answers: bool
+) -> None:
+    """Raises UserError unless a line without an end may be an answer that was cut short, which is safe to take out."""
+    try:
+        record = json.loads(rest)
+    except (ValueError, RecursionError):
+        record = None
+    if isinstance(record, dict):  # whole but for its end
+        check_answer(path, number, record, prompts, settings)
+    elif record is not None or not (after_answers or rest.startswith(START) or START.startswith(rest)):
+        raise UserError(f"{path}, line {number}: is no answer, nor the beginning of one. Choose another --output.")

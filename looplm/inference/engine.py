@@ -1,11 +1,11 @@
 """The engine: prompts in, results out, with continuous depth-wise batching in between.
 
-Requests come and go at any tick; within a tick each is at a loop of its own. What a request gets does not depend on
-its batch-mates.
+Requests come and go at any tick; within a tick each is at a loop of its own. What a request gets does not
+depend on its batch-mates: exactly in float64; in float32 and bfloat16 wherever the margin of choice exceeds rounding.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -19,12 +19,15 @@ from looplm.inference.sampling import (
     SamplingParams,
     all_finite,
     check_number,
+    check_text,
     make_generator,
     sample,
     token_logprobs,
+    whole_numbers,
 )
 from looplm.inference.scheduler import FinishReason, Request, Scheduler
 from looplm.inference.text import Tokenizer, end_token_ids, final_text, find_stop
+from looplm.model.looped import LoopedTransformer
 
 Prompt = str | Sequence[int]
 
@@ -41,7 +44,11 @@ class CheckpointModel(LanguageModel, Protocol):
 
 @dataclass(kw_only=True, frozen=True)
 class GenerationResult:
-    """One continuation of one prompt."""
+    """One continuation of one prompt: the text and the depths of running all loops and then selecting.
+
+    Exactly in float64; in float32 and bfloat16 wherever the margin of choice exceeds rounding. The same holds of the
+    other prompts of the call: a result does not depend on them.
+    """
 
     index: int
     """Of the prompt in the list that was given."""
@@ -93,7 +100,8 @@ class Engine:
 
     model: what `looplm.load` returns, or anything with a `model` (LoopedTransformer) and a `lm_head`.
     tokenizer: needed for prompts, results and stop strings as text; without one, prompts are lists of token ids.
-    kv_cache: "per_loop", exact: the text and the depths are those of running all loops and then selecting.
+    kv_cache: "per_loop": the text and the depths are those of running all loops and then selecting, exactly in
+        float64; in float32 and bfloat16 wherever the margin of choice exceeds rounding.
     max_batch: requests that run at one time; more wait for a free slot.
     max_len: most positions of a request, prompt and continuation; the model's context when None. Memory is taken
         for what a call needs, not for this.
@@ -112,6 +120,9 @@ class Engine:
         max_len: int | None = None,
         chunk_size: int = 512,
     ) -> None:
+        check_model(model)
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise UserError(f"tokenizer is {tokenizer!r}; give what looplm.load_tokenizer returns, or None.")
         if kv_cache != "per_loop":
             raise UserError(f"kv_cache is {kv_cache!r}; the one strategy there is now is 'per_loop', the exact cache.")
         for name, value in (("max_batch", max_batch), ("max_len", max_len), ("chunk_size", chunk_size)):
@@ -139,11 +150,16 @@ class Engine:
             the threshold saved in the checkpoint, and all trained loops where there is none.
 
         Raises UserError at once, before anything runs: for an empty prompt, a token id outside the vocabulary, a
-        prompt that with `max_tokens` goes over the context, text without a tokenizer, lists of different length.
+        prompt that with `max_tokens` goes over the context, text without a tokenizer or that is not valid Unicode,
+        lists of different length, values of another type. And when the first result is asked for, if there is no
+        memory for all requests that run at one time.
         A request whose logits become non-finite ends with `finish_reason` "error"; the others go on.
         """
+        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
+            raise UserError(f"The prompts are {prompts!r}; give a string, or a list of strings or lists of token ids.")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        samplings = one_for_each("sampling", sampling or SamplingParams(), SamplingParams, len(prompts))
+        sampling = SamplingParams() if sampling is None else sampling
+        samplings = one_for_each("sampling", sampling, SamplingParams, len(prompts))
         exits = one_for_each("exit", self.default_exit if exit is None else exit, ExitPolicy, len(prompts))
         requests: list[Request] = []
         for index, (prompt, params, policy) in enumerate(zip(prompts, samplings, exits, strict=True)):
@@ -155,9 +171,10 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UserError("The prompt is text, but there is no tokenizer: give the engine one, or token ids.")
+            check_text("The prompt", prompt)
             token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence):
-            token_ids = [int(token) for token in prompt]
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            token_ids = whole_numbers("The prompt", prompt)
         else:
             raise UserError(f"The prompt is {prompt!r}; it must be a string or a list of token ids.")
         if not token_ids:
@@ -204,7 +221,7 @@ class Engine:
         num_slots = min(self.max_batch, len(requests))
         max_len = max(request.max_positions for request in requests)
         max_loops = max(request.max_loops for request in requests)
-        memory = allocate(self.model.model, num_slots, max_len, max_loops)
+        memory = self._allocate(num_slots, max_len, max_loops)
         self.stats.cache_bytes = max(self.stats.cache_bytes, memory.cache.bytes_allocated)
         self.stats.state_bytes = max(self.stats.state_bytes, memory.state_bytes)
         scheduler = Scheduler(requests, num_slots)
@@ -212,6 +229,24 @@ class Engine:
             while request.finish_reason is None:
                 self._step(scheduler, memory)
             yield self._result(request)
+
+    def _allocate(self, num_slots: int, max_len: int, num_loops: int) -> SlotMemory:
+        """The memory of a call. Raises UserError that says how much it would be when there is not as much."""
+        model = self.model.model
+        try:
+            return allocate(model, num_slots, max_len, num_loops)
+        # torch has RuntimeError for too much, and the other two for sizes that overflow.
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            config, size = model.config, model.embed_tokens.weight.element_size()
+            layers = config.num_prelude_layers + config.num_hidden_layers * num_loops + config.num_coda_layers
+            per_layer = 2 * config.num_key_value_heads * config.head_dim * size
+            gib = num_slots * max_len * layers * per_layer // 2**30
+            raise UserError(
+                f"No memory for {num_slots} requests at a time of {max_len} positions and {num_loops} loops: their "
+                f"keys and values alone take about {gib:,} GiB. Use fewer loops, a lower max_tokens, a shorter prompt "
+                f"or a smaller max_batch ({reason})."
+            ) from None
 
     # Not around the generator: the mode would leak into the caller between two results.
     @torch.inference_mode()
@@ -292,13 +327,26 @@ Given = TypeVar("Given")
 
 def one_for_each(name: str, given: Given | Sequence[Given], kind: type[Given], count: int) -> list[Given]:
     """`given` once for every prompt, or as it is when it is a list of that length. UserError when it is not."""
-    if isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, Sequence) or not all(isinstance(one, kind) for one in given):
+
+    def fits(one: object) -> bool:
+        # A class passes for the protocol that its instances follow.
+        return isinstance(one, kind) and not isinstance(one, type)
+
+    if fits(given):
+        return [given] * count  # type: ignore[list-item]
+    if not isinstance(given, Sequence) or not all(fits(one) for one in given):
         raise UserError(f"{name} is {given!r}; give one {kind.__name__}, or a list with one for each prompt.")
     if len(given) != count:
         raise UserError(f"{name} has {len(given)} entries for {count} prompts; give one, or one for each prompt.")
     return list(given)
+
+
+def check_model(model: object) -> None:
+    """Raises UserError for what is no looped language model, or one without numbers."""
+    if not isinstance(model, LanguageModel) or not isinstance(model.model, LoopedTransformer):
+        raise UserError(f"The model is a {type(model).__name__}; give the engine what looplm.load returns.")
+    if model.model.embed_tokens.weight.is_meta:
+        raise UserError("The model is on the meta device, which holds shapes and no numbers; load it on cpu or cuda.")
 
 
 def prompt_groups(requests: Sequence[Request], chunk_size: int) -> Iterator[list[Request]]:

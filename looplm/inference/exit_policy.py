@@ -3,6 +3,7 @@
 Depth counts loops from 1 here, as everywhere a user sees it.
 """
 
+import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import Protocol, runtime_checkable
@@ -56,14 +57,14 @@ class FixedDepth:
 class QuantileExit:
     """A token leaves at the first loop whose exit cdf reaches `threshold` (Ouro, 3.2), at the last one otherwise.
 
-    0 leaves after loop 1; 1 or more runs all loops, also where the cdf rounds to 1. UserError unless in [0, inf].
+    0 leaves after loop 1; 1 or more runs all loops, also where the cdf rounds to 1. UserError unless in [0, inf).
     """
 
     threshold: int | float
 
     def __post_init__(self) -> None:
         number = isinstance(self.threshold, Real) and not isinstance(self.threshold, bool)
-        if not number or not self.threshold >= 0:
+        if not number or not 0 <= self.threshold < math.inf:
             raise UserError(
                 f"The exit threshold is {self.threshold!r}; it must be a number from 0 (leave after the first loop) "
                 "to 1 (run all loops)."

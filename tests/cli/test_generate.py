@@ -1,6 +1,8 @@
 """`looplm generate`: text, depth on show, files of prompts, and what it refuses."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,7 +133,10 @@ def test_show_depth_marks_tokens_and_counts_the_work(checkpoint, run):
         (["--num-loops", "2.5"], "--num-loops"),
         (["--exit-threshold", "-1"], "exit threshold is -1.0"),
         (["--exit-threshold", "nan"], "exit threshold is nan"),
+        (["--exit-threshold", "inf"], "exit threshold is inf"),
         (["--exit-threshold", "abc"], "--exit-threshold"),
+        (["--num-loops", str(10**15), "--max-tokens", "9"], "GiB"),
+        (["--num-loops", str(10**30), "--max-tokens", "9"], "GiB"),
         (["--num-loops", "2", "--exit-threshold", "0.5"], "give one of them"),
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--max-tokens", "1000"], "more than the 64 positions"),
@@ -140,7 +145,9 @@ def test_show_depth_marks_tokens_and_counts_the_work(checkpoint, run):
         (["--top-p", "2"], "top_p is 2.0"),
         (["--seed", "-1"], "seed is -1"),
         (["--device", "toaster"], "--device toaster"),
+        (["--device", "meta"], "--device meta cannot be used"),
         (["--dtype", "int8"], "dtype is 'int8'"),
+        (["--prompt", "the \udcff"], "not valid Unicode"),
         (["--prompt", ""], "The prompt is empty"),
         (["--input", "x.jsonl"], "either --prompt"),
         (["--output", "x.jsonl"], "--input and --output go together"),
@@ -169,12 +176,33 @@ def test_a_checkpoint_that_is_not_there_is_refused(tmp_path, run):
     assert (status, out) == (2, "") and "missing" in err
 
 
+@pytest.mark.parametrize("content", [b"{", b'{"model_type": "looplm"'])
+def test_a_damaged_config_is_not_blamed_on_the_tokenizer(content, checkpoint, tmp_path, run):
+    damaged = shutil.copytree(checkpoint, tmp_path / "damaged")
+    (damaged / "config.json").write_bytes(content)
+    status, out, err = run(damaged, "--prompt", "the cat")
+    assert (status, out) == (2, "")
+    assert "config.json" in err and "tokenizer" not in err
+
+
 def test_a_broken_model_is_said_to_be_broken(checkpoint, tmp_path, run):
     model = load(checkpoint)
     torch.nn.init.constant_(model.lm_head.weight, torch.inf)
     broken = save_checkpoint(model, tmp_path / "broken", load_tokenizer(checkpoint))
     status, out, err = run(broken, "--prompt", "the cat", "--max-tokens", 3)
     assert (status, out) == (2, "") and "not finite" in err
+
+
+def test_a_prompt_the_model_breaks_on_has_no_answer_and_the_others_do(checkpoint, prompts, tmp_path, run):
+    """Only line 4 has the token that embeds to NaN; run again, it is still not done."""
+    model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
+    model.model.embed_tokens.weight.data[tokenizer.encode("ça 🙂")[0]] = torch.nan
+    broken = save_checkpoint(model, tmp_path / "broken", tokenizer)
+    output = tmp_path / "answers.jsonl"
+    for _ in range(2):
+        status, _, err = run(broken, "--input", prompts, "--output", output, "--max-tokens", 1)
+        assert status == 2 and "prompts.jsonl, line 4: the model gave logits that are not finite" in err
+        assert [answer["index"] for answer in read_answers(output)] == [0, 1, 2, 4]
 
 
 def test_the_shipped_checkpoint_is_the_default():
@@ -227,6 +255,64 @@ def test_a_line_cut_inside_a_character_is_made_anew(checkpoint, prompts, tmp_pat
     assert status == 0 and len(read_answers(output)) == 5
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"my notes, without an end of line", "line 1: is no answer"),
+        (b'{\n  "mine": 1\n}', "line 1: not valid JSON"),
+        (b'{"mine": 1}', "line 1: answers another prompt"),
+        (b'{"index": 0, "mine": 1}', "line 1: answers another prompt"),
+        (b'{"mine": 1}\n{"index": 0', "line 1: answers another prompt"),
+        (b"[1, 2]", "line 1: is no answer"),
+        (b"mine\n" + b"\xff" * 9, "line 1: not valid JSON"),
+        (b"\n", "line 1: not valid JSON"),
+    ],
+)
+def test_a_file_of_something_else_is_left_as_it_is(content, message, checkpoint, prompts, tmp_path, run):
+    output = tmp_path / "mine.txt"
+    output.write_bytes(content)
+    status, out, err = run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 2)
+    assert (status, out) == (2, "") and message in err
+    assert output.read_bytes() == content
+
+
+def test_a_file_under_answers_with_other_options_keeps_its_cut_line(checkpoint, prompts, tmp_path, run):
+    output = tmp_path / "answers.jsonl"
+    run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 2)
+    content = output.read_bytes()[:-9]
+    output.write_bytes(content)
+    status, _, err = run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 3)
+    assert status == 2 and "max_tokens 2" in err
+    assert output.read_bytes() == content
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_input_is_not_written_over(link, checkpoint, prompts, tmp_path, run):
+    content, output = prompts.read_bytes(), prompts
+    if link:
+        output = tmp_path / "link"
+        output.symlink_to(prompts)
+    status, out, err = run(checkpoint, "--input", prompts, "--output", output)
+    assert (status, out) == (2, "") and "are the same file" in err
+    assert prompts.read_bytes() == content
+
+
+def test_answers_go_to_a_regular_file(prompts, tmp_path, run):
+    os.mkfifo(tmp_path / "pipe")
+    for output in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        status, out, err = run("no-such-model", "--input", prompts, "--output", output)
+        assert (status, out) == (2, "") and "no regular file" in err
+
+
+@pytest.mark.parametrize("option", [["--dtype", "bf16"], ["--dtype", "float64"]])
+def test_another_dtype_does_not_mix_with_earlier_answers(option, checkpoint, prompts, tmp_path, run):
+    output = tmp_path / "answers.jsonl"
+    run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 2)
+    assert read_answers(output)[0]["settings"]["device"] == "cpu"
+    status, _, err = run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 2, *option)
+    assert status == 2 and "other options (dtype None)" in err
+
+
 def test_other_options_do_not_mix_with_earlier_answers(checkpoint, prompts, tmp_path, run):
     output = tmp_path / "answers.jsonl"
     run(checkpoint, "--input", prompts, "--output", output, "--max-tokens", 2)
@@ -250,7 +336,11 @@ def test_other_options_do_not_mix_with_earlier_answers(checkpoint, prompts, tmp_
         (b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: "prompt" is None'),
         (b'{"prompt": ""}\n', "line 1: \"prompt\" is ''"),
         (b'{"prompt": 3}\n', 'line 1: "prompt" is 3'),
+        (b'{"prompt": ["a"]}\n', 'line 1: "prompt" is a list'),
         (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2: the text is not UTF-8"),
+        (b'{"prompt": "a"}\n{"prompt": "\\ud800"}\n', 'line 2: "prompt" is not valid Unicode text'),
+        (b'{"prompt": "a"}\n' + b'{"prompt":' * 100_000, "line 2: the JSON is nested too deeply"),
+        (b'{"prompt": "a"}\n{"prompt": ' + b"9" * 5000 + b"}\n", "line 2: the JSON cannot be read"),
         (b'{"prompt": "a"}\n{"prompt": "' + b"xyz" * 40 + b'"}\n', "line 2: The prompt has 120 tokens"),
     ],
 )

@@ -1,5 +1,7 @@
 """What the engine counts, when it stops, what it refuses, and what it does with a broken model."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -272,6 +274,72 @@ def test_stop_strings_need_a_tokenizer(make_lm):
 def test_impossible_engines_are_refused(options, make_lm):
     with pytest.raises(UserError, match=next(iter(options))):
         Engine(make_lm(), **options)
+
+
+def test_more_memory_than_there_is_is_said(make_lm):
+    results = Engine(make_lm()).generate([[1, 2]], TWELVE, FixedDepth(10**14))
+    with pytest.raises(UserError, match=r"No memory for 1 requests at a time of 13 positions.* GiB"):
+        next(results)
+
+
+def test_a_text_that_is_not_unicode_is_refused(text_engine):
+    with pytest.raises(UserError, match="Prompt 0: The prompt is not valid Unicode text at character 4"):
+        text_engine[0].generate(["the \udcff"])
+
+
+WRONG_TYPES = [
+    ('engine.generate([["a"]])', "Prompt 0: The prompt has 'a' where a token id should be"),
+    ("engine.generate([[[1]]])", "Prompt 0: The prompt has [1] where"),
+    ("engine.generate([[1.7]])", "Prompt 0: The prompt has 1.7 where"),
+    ("engine.generate([[True]])", "Prompt 0: The prompt has True where"),
+    ('engine.generate([b"ab"])', "Prompt 0: The prompt is b'ab'"),
+    ('engine.generate(b"ab")', "The prompts are b'ab'"),
+    ("engine.generate([1, 2])", "Prompt 0: The prompt is 1"),
+    ("engine.generate(5)", "The prompts are 5"),
+    ("engine.generate([[1]], {})", "sampling is {}"),
+    ("engine.generate([[1]], None, QuantileExit)", "exit is <class"),
+    ("engine.generate([[1]], None, [QuantileExit])", "exit is [<class"),
+    ("SamplingParams(stop=5)", "stop is 5"),
+    ("SamplingParams(stop=[5])", "stop holds 5"),
+    ('SamplingParams(stop="\\ud800")', "stop is not valid Unicode"),
+    ("SamplingParams(stop_token_ids=5)", "stop_token_ids is 5"),
+    ('SamplingParams(stop_token_ids="5")', "stop_token_ids is '5'"),
+    ("SamplingParams(stop_token_ids=[1.5])", "stop_token_ids has 1.5"),
+    ("Engine(None)", "The model is a NoneType"),
+    ('Engine("stdlib-small")', "The model is a str"),
+    ('Engine(engine.model, "name")', "tokenizer is 'name'"),
+    ('Engine(LM(config).to("meta"))', "meta device"),
+]
+
+
+def test_values_of_the_wrong_type_are_refused():
+    """In a process of its own: here the shape checker would refuse them first."""
+    code = f"""
+from torch import nn
+from looplm.errors import UserError
+from looplm.inference import Engine, QuantileExit, SamplingParams
+from looplm.model.config import LoopedConfig
+from looplm.model.looped import LoopedTransformer
+
+class LM(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.model, self.lm_head = LoopedTransformer(config), nn.Linear(8, 9)
+
+config = LoopedConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                      num_key_value_heads=1, head_dim=8, num_loops=2, max_position_embeddings=80)
+engine = Engine(LM(config))
+for call in {[call for call, _ in WRONG_TYPES]!r}:
+    try:
+        print("accepted", eval(call))
+    except UserError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(WRONG_TYPES), done.stdout + done.stderr
+    for line, (_, message) in zip(lines, WRONG_TYPES, strict=True):
+        assert line.startswith(message) or message == "meta device" and message in line
 
 
 # --- A broken model ---------------------------------------------------------------------------------------------
