@@ -12,6 +12,7 @@ from looplm.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from looplm.model.config import LoopedConfig
     from looplm.model.flops import CostReport
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -41,9 +42,9 @@ def info(
 
 def read_checkpoint(checkpoint: str) -> dict[str, Any]:
     """The model config and where it came from. Raises UserError for what cannot be read or does not fit together."""
-    from looplm.hf.checkpoint import CONFIG, INDEX, WEIGHTS, check_tensors, find_checkpoint, read_config, read_tensors
+    from looplm.hf.checkpoint import CONFIG, find_checkpoint, local_path, read_config
 
-    path = Path(checkpoint).expanduser()
+    path = local_path(checkpoint)
     if path.is_file() and path.suffix == ".json":
         directory, config_file = None, path
     else:
@@ -51,12 +52,26 @@ def read_checkpoint(checkpoint: str) -> dict[str, Any]:
         config_file = directory / CONFIG
     shell_config = read_config(config_file)
     config = shell_config.to_model_config()
-    weights = None
-    if directory is not None and any((directory / name).exists() for name in (WEIGHTS, INDEX)):
-        tensors = read_tensors(directory)
-        check_tensors(config, tensors, directory)
-        weights = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
+    weights = None if directory is None else check_weights(config, directory)
     return {"checkpoint": checkpoint, "model_type": shell_config.model_type, "weights": weights, "config": config}
+
+
+def check_weights(config: "LoopedConfig", directory: Path) -> str | None:
+    """The dtypes of the weights, None where there are none. Raises UserError for weights that `load` would refuse."""
+    from looplm.hf.checkpoint import INDEX, WEIGHTS, check_tensors, read_tensors
+    from looplm.hf.load import stored_dtype
+
+    for name in (WEIGHTS, INDEX):
+        file = directory / name
+        if file.is_symlink() and not file.exists():
+            raise UserError(f"{file} is a link to {file.readlink()}, which does not exist; copy the weights anew.")
+    pickled = any(file.suffix in (".bin", ".pt", ".pth", ".ckpt") for file in directory.iterdir())
+    if not pickled and not any((directory / name).exists() for name in (WEIGHTS, INDEX)):
+        return None
+    tensors = read_tensors(directory)  # says so where there are pickles only
+    check_tensors(config, tensors, directory)
+    stored_dtype(tensors)
+    return ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
 
 
 def print_report(facts: dict[str, Any], report: "CostReport") -> None:

@@ -45,10 +45,11 @@ def find_checkpoint(source: str | Path, *, files: list[str] | None = None) -> Pa
     """The local directory of a checkpoint that is given as a directory, a hub name, or the name of one that ships.
 
     A hub name is looked up in the local cache and downloaded if need be: `files`, patterns, by default
-    everything but code and pickles. Raises UserError when there is no such directory or repository, or no
-    network to ask.
+    everything but code and pickles. A directory whose replacement was killed half-way is put back first, see
+    :func:`recover`. Raises UserError when there is no such directory or repository, or no network to ask.
     """
-    path = Path(source).expanduser()
+    path = local_path(source)
+    recover(path)
     if path.is_dir():
         return path
     if str(source) in SHIPPED:
@@ -67,6 +68,54 @@ def find_checkpoint(source: str | Path, *, files: list[str] | None = None) -> Pa
         raise UserError(
             f"There is no directory {source}, and the hub could not provide a model of that name ({reason}). Check "
             "the spelling; without a network, download the model beforehand and give its directory."
+        ) from None
+
+
+def local_path(source: str | Path) -> Path:
+    """`source` as a path on this machine, "~" expanded. Raises UserError when it cannot be one."""
+    if not isinstance(source, str | Path) or not str(source).strip():
+        raise UserError(f"{source!r} names no checkpoint. Give a checkpoint's directory or a hub name (owner/model).")
+    try:
+        path = Path(source).expanduser()
+        path.exists()  # raises for a name that is too long, or a folder that may not be read
+        path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user, links in a circle
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+        raise UserError(
+            f"{str(source)[:100]} cannot be looked up: {reason}. Give a checkpoint's directory or a hub name."
+        ) from None
+    return path
+
+
+def leftovers(target: Path, ending: str) -> list[Path]:
+    """What saves that were killed left beside `target`: "old", set aside, or "partial", unfinished."""
+    target = target.resolve()
+    if not target.parent.is_dir():
+        return []
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.{ending}")
+    try:
+        return [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
+    except PermissionError:  # a folder that may be passed through, and not listed; we have written nothing there
+        return []
+
+
+def recover(target: Path) -> None:
+    """Gives a checkpoint its name back when a save was killed after setting it aside and before replacing it.
+
+    Does nothing while something stands at `target`. Raises UserError when the one set aside cannot be renamed.
+    """
+    if target.exists():
+        return
+    complete = [path for path in leftovers(target, "old") if (path / CONFIG).is_file()]
+    try:
+        if complete:
+            max(complete, key=lambda path: path.stat().st_mtime).rename(target.resolve())
+    except OSError as error:
+        if target.exists():  # another process was faster
+            return
+        raise UserError(
+            f"{target} was set aside by a save that was killed, as a hidden directory beside it whose name ends in "
+            f".old, and cannot be put back: {error.strerror}. Make its parent directory writable, or rename it."
         ) from None
 
 
@@ -94,10 +143,14 @@ def read_config(path: Path) -> LoopLMConfig | OuroConfig:
     """
     fields = read_json(path)
     kind = fields.pop("model_type", None)
-    if kind == LoopLMConfig.model_type:
-        return LoopLMConfig(**fields)
-    if kind == OuroConfig.model_type:
-        return OuroConfig(**fields)
+    for known in (LoopLMConfig, OuroConfig):
+        if kind == known.model_type:
+            try:
+                return known(**fields)
+            except UserError:
+                raise
+            except (TypeError, ValueError, AttributeError, KeyError) as error:  # a field that only transformers reads
+                raise UserError(f"{path} holds a value that cannot be read: {error}") from None
     if kind is None:
         raise UserError(
             f'{path} has no "model_type", so its architecture is unknown. looplm reads "looplm" and "ouro".'

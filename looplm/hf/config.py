@@ -10,6 +10,7 @@ import difflib
 import math
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
+import torch
 from transformers import PretrainedConfig
 
 from looplm.errors import UserError
@@ -79,10 +80,10 @@ class LoopLMConfig(PretrainedConfig):
         for name, field in _FIELDS.items():
             setattr(self, name, fields.pop(name, field.default))
         self.exit_threshold = check_exit_threshold(fields.pop("exit_threshold", 1.0))
-        self.beta = fields.pop("beta", DEFAULT_BETA)
-        self.bos_token_id = fields.pop("bos_token_id", None)
-        self.eos_token_id = fields.pop("eos_token_id", None)
-        self.pad_token_id = fields.pop("pad_token_id", None)
+        self.beta = check_beta(fields.pop("beta", DEFAULT_BETA))
+        self.bos_token_id = check_token_id("bos_token_id", fields.pop("bos_token_id", None))
+        self.eos_token_id = check_token_id("eos_token_id", fields.pop("eos_token_id", None))
+        self.pad_token_id = check_token_id("pad_token_id", fields.pop("pad_token_id", None))
         self.to_model_config()
         _refuse_misspelt(fields, [*_FIELDS, "exit_threshold", "beta", "bos_token_id", "eos_token_id", "pad_token_id"])
         super().__init__(**fields)
@@ -173,7 +174,10 @@ class OuroConfig(PretrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
+            check_types({name: getattr(self, name) for name in ("hidden_size", "num_attention_heads")})
+            # Sizes of 0 are refused below, under their own names.
+            self.head_dim = self.hidden_size // (self.num_attention_heads or 1)
+        self.to_model_config()
         # A window stands in every config by default and counts only when it is switched on, which is refused.
         self.sliding_window = None
         if self.layer_types is None:
@@ -184,11 +188,10 @@ class OuroConfig(PretrainedConfig):
                 "it must have one for each, or leave them out."
             )
         self.early_exit_threshold = check_exit_threshold(self.early_exit_threshold)
-        self.beta = fields.pop("beta", DEFAULT_BETA)
-        self.bos_token_id = fields.pop("bos_token_id", None)
-        self.eos_token_id = fields.pop("eos_token_id", None)
-        self.pad_token_id = fields.pop("pad_token_id", None)
-        self.to_model_config()
+        self.beta = check_beta(fields.pop("beta", DEFAULT_BETA))
+        self.bos_token_id = check_token_id("bos_token_id", fields.pop("bos_token_id", None))
+        self.eos_token_id = check_token_id("eos_token_id", fields.pop("eos_token_id", None))
+        self.pad_token_id = check_token_id("pad_token_id", fields.pop("pad_token_id", None))
         super().__init__(**fields)
 
     def to_model_config(self) -> LoopedConfig:
@@ -213,6 +216,15 @@ class OuroConfig(PretrainedConfig):
 
 def build_model_config(fields: dict[str, Any]) -> LoopedConfig:
     """A LoopedConfig from plain values. Raises UserError when a value is impossible or of the wrong type."""
+    check_types(fields)
+    try:
+        return LoopedConfig(**fields)
+    except ValueError as error:
+        raise UserError(f"The config cannot be built: {error}") from None
+
+
+def check_types(fields: dict[str, Any]) -> None:
+    """Raises UserError for a field of LoopedConfig that is not of its type."""
     for name, value in fields.items():
         expected: Any = _FIELDS[name].type
         if get_origin(expected) is Literal:
@@ -222,10 +234,6 @@ def build_model_config(fields: dict[str, Any]) -> LoopedConfig:
         accepted = (int, float) if expected is float else expected
         if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):
             raise UserError(f"{name} is {value!r} in the config; it must be of type {expected.__name__}.")
-    try:
-        return LoopedConfig(**fields)
-    except ValueError as error:
-        raise UserError(f"The config cannot be built: {error}") from None
 
 
 def check_exit_threshold(value: Any) -> float | None:
@@ -239,11 +247,42 @@ def check_exit_threshold(value: Any) -> float | None:
     return value
 
 
+def check_beta(value: Any) -> float:
+    """Returns an entropy weight. Raises UserError unless it is a number from 0 up."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise UserError(f"beta is {value!r} in the config; the entropy weight must be a number from 0 up.")
+    return value
+
+
+def check_token_id(name: str, value: Any) -> Any:
+    """Returns a special token's id, or several, or None. Raises UserError for anything else."""
+    several = name == "eos_token_id" and isinstance(value, list)
+    if value is not None and any(type(token) is not int for token in (value if several else [value])):
+        allowed = "an integer, a list of them or null" if name == "eos_token_id" else "an integer or null"
+        raise UserError(f"{name} is {value!r} in the config; it must be {allowed}.")
+    return value
+
+
+def check_setting_types(fields: dict[str, Any]) -> None:
+    """Raises UserError for settings of transformers' own, read here too, that are not of their types."""
+    layer_types = fields.get("layer_types")
+    if layer_types is not None and not isinstance(layer_types, list | tuple):
+        raise UserError(
+            f"layer_types is {layer_types!r} in the config; it must be a list with one name for each layer."
+        )
+    for name in ("dtype", "torch_dtype"):
+        dtype = fields.get(name)
+        known = isinstance(dtype, str) and isinstance(vars(torch).get(dtype), torch.dtype)
+        if dtype is not None and not known and not isinstance(dtype, torch.dtype):
+            raise UserError(f'{name} is {dtype!r} in the config; it must be the name of a torch dtype, as "bfloat16".')
+
+
 def refuse_unsupported(fields: dict[str, Any]) -> None:
     """Raises UserError for settings that would change the model and that looplm cannot follow.
 
     A window that is given but not switched on, or a dropout of 0, changes nothing and passes.
     """
+    check_setting_types(fields)
     layer_types = fields.get("layer_types") or []
     refused = {
         "hidden_act": fields.get("hidden_act", "silu") != "silu",

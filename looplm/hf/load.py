@@ -23,6 +23,7 @@ from looplm.hf.modeling import LoopLMForCausalLM, OuroForCausalLM
 from looplm.hf.register import register
 
 GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """One of these a checkpoint with a tokenizer has."""
@@ -124,9 +125,11 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             f"{source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}. Copy the tokenizer's files into it, or "
             "give token ids instead of text."
         )
+    if (directory / TOKENIZER_CONFIG).is_file():
+        read_json(directory / TOKENIZER_CONFIG)  # transformers takes it for an object without looking
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"The tokenizer of {source} cannot be read ({reason}). Copy tokenizer.json and tokenizer_config.json into "

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from looplm.errors import UserError
-from looplm.hf.checkpoint import CONFIG, INDEX
+from looplm.hf.checkpoint import CONFIG, INDEX, leftovers, local_path, recover
 from looplm.hf.modeling import LoopLMForCausalLM
 
 
@@ -25,13 +25,15 @@ def save_checkpoint(
     """Writes config, weights and tokenizer; an Ouro model as an Ouro directory, ours as ours. Returns the path.
 
     Everything goes to a hidden directory beside the target first, which then takes the target's name. A
-    checkpoint that stood there is replaced only then; other plain files in it are kept. `state_dict` is for a
-    sharded model whose caller has gathered the weights.
+    checkpoint that stood there is replaced only then; other plain files in it are kept. After a kill between
+    the two renames, loading and the next save put the old one back; a save that is done removes what killed ones
+    left. `state_dict` is for a sharded model whose caller has gathered the weights.
 
     Raises UserError when the target is no checkpoint but holds something, cannot be written, or the disk is
     full; nothing is left behind then, and what was there is untouched.
     """
-    target = Path(directory).expanduser().resolve()
+    target = local_path(directory).resolve()
+    recover(target)
     kept = files_to_keep(target)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     new_parents = [parent for parent in target.parents if not parent.exists()]
@@ -78,7 +80,7 @@ def files_to_keep(target: Path) -> list[Path]:
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """Gives a finished directory its final name; what stood there is removed once that is done."""
+    """Gives a finished directory its final name; what stood there, or was left by a kill, is removed after that."""
     old = target.with_name(partial.name.removesuffix(".partial") + ".old")
     had_one = target.exists()
     if had_one:
@@ -86,10 +88,11 @@ def put_in_place(partial: Path, target: Path) -> None:
     try:
         partial.rename(target)
     except OSError:
-        if had_one:
+        if had_one and not target.exists():
             old.rename(target)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    for leftover in [*leftovers(target, "old"), *leftovers(target, "partial")]:
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager

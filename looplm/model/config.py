@@ -1,5 +1,6 @@
 """The architecture of a looped language model, as one frozen, validated dataclass."""
 
+import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,6 +10,12 @@ NormPlacement = Literal["ouro", "pre", "post", "sandwich", "magic"]
 FinalNorm = Literal["rms", "frms", "none"]
 LoopState = Literal["normed", "raw"]
 Injection = Literal["none", "scalar", "add", "concat"]
+
+MOST_LAYERS = 10_000
+"""Most layers of each kind, and most loops: far beyond any model, so that a damaged config fails at once."""
+
+DEEPEST = 100_000
+"""Most layers a token may pass. The cost sheet goes through them one by one."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -80,6 +87,17 @@ class LoopedConfig:
         for name in ("num_prelude_layers", "num_coda_layers", "lora_rank", "initializer_range"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must not be negative.")
+        for name in ("num_hidden_layers", "num_prelude_layers", "num_coda_layers", "num_loops"):
+            if getattr(self, name) > MOST_LAYERS:
+                raise UserError(f"{name} is {getattr(self, name)}; looplm builds models with up to {MOST_LAYERS:,}.")
+        if self.effective_depth() > DEEPEST:
+            raise UserError(
+                f"num_loops {self.num_loops} times num_hidden_layers {self.num_hidden_layers} makes a depth of "
+                f"{self.effective_depth():,} layers; looplm builds models of up to {DEEPEST:,}."
+            )
+        for name in ("rms_norm_eps", "rope_theta", "lora_alpha", "initializer_range"):
+            if getattr(self, name) > sys.float_info.max:  # also an integer that no float can hold
+                raise UserError(f"{name} must be finite.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "

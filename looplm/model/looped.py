@@ -189,7 +189,9 @@ class LoopedTransformer(nn.Module):
 
 
 def check_num_loops(num_loops: int) -> int:
-    """Returns `num_loops`; raises UserError unless it counts at least one loop."""
+    """Returns `num_loops`; raises UserError unless it is an integer that counts at least one loop."""
+    if not isinstance(num_loops, int) or isinstance(num_loops, bool):
+        raise UserError(f"num_loops is {num_loops!r}; it must be an integer, the number of loops to run.")
     if num_loops < 1:
         raise UserError(f"num_loops is {num_loops}; depth counts loops from 1 (the trained depth may be exceeded).")
     return num_loops

@@ -12,6 +12,7 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from looplm.cli import main as cli
 from looplm.cli.info import info
 from looplm.errors import UserError
 
@@ -108,11 +109,51 @@ def test_weights_that_do_not_fit(run, tmp_path):
         run(tmp_path)
 
 
+def test_integer_weights_are_refused_as_load_refuses_them(run, tmp_path):
+    shutil.copy(KEPT / "config.json", tmp_path)
+    weights = {name: tensor.long() for name, tensor in load_file(KEPT / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="stored as I64; looplm reads F64"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_link_to_weights_that_are_gone(run, tmp_path, name):
+    shutil.copy(KEPT / "config.json", tmp_path)
+    (tmp_path / name).symlink_to("gone")
+    with pytest.raises(UserError, match=f"{name} is a link to gone, which does not exist"):
+        run(tmp_path)
+
+
+def test_pickled_weights_only(run, tmp_path):
+    shutil.copy(KEPT / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"as pytorch_model\.bin\. looplm reads safetensors only"):
+        run(tmp_path)
+    assert json.loads(run(tmp_path / "config.json", "--json").stdout)["weights"] is None
+    shutil.copy(KEPT / "model.safetensors", tmp_path)
+    assert json.loads(run(tmp_path, "--json").stdout)["weights"] == "F32"
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 4, 200, 100_000])
+def test_truncated_weights_exit_2(tmp_path, monkeypatch, capsys, keep_bytes):
+    shutil.copy(KEPT / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((KEPT / "model.safetensors").read_bytes()[:keep_bytes])
+    monkeypatch.setattr("sys.argv", ["looplm", "info", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert "cannot be read as safetensors" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nowhere/at/all"], "There is no directory nowhere/at/all"),
         ([KEPT / "model.safetensors"], "is a file; give the checkpoint's directory"),
+        (["~no-such-user-at-all/x"], "~no-such-user-at-all/x cannot be looked up"),
+        (["x" * 5000], "^x{100} cannot be looked up: File name too long"),
+        ([""], "'' names no checkpoint. Give a checkpoint's directory or a hub name"),
         ([KEPT, "--dtype", "int4"], "--dtype is 'int4'; choose one of bf16"),
     ],
 )

@@ -161,6 +161,17 @@ def test_misspelt_fields_are_refused(make_config, name, meant):
         ({"total_ut_steps": 0}, "num_loops is 0; it must be positive"),
         ({"num_key_value_heads": 5}, "not a multiple of"),
         ({"head_dim": 63}, "head_dim is 63"),
+        ({"head_dim": ..., "hidden_size": 0}, "hidden_size is 0; it must be positive"),
+        ({"head_dim": ..., "num_attention_heads": 0}, "num_attention_heads is 0; it must be positive"),
+        ({"head_dim": ..., "num_attention_heads": None}, "num_attention_heads is None in the config"),
+        ({"head_dim": ..., "hidden_size": "2048"}, "hidden_size is '2048' in the config"),
+        ({"head_dim": ..., "hidden_size": None}, "hidden_size is None in the config"),
+        ({"layer_types": ..., "num_hidden_layers": "24"}, "num_hidden_layers is '24' in the config"),
+        ({"layer_types": ..., "num_hidden_layers": None}, "num_hidden_layers is None in the config"),
+        ({"layer_types": ..., "num_hidden_layers": 1e9}, "num_hidden_layers is 1000000000.0 in the config"),
+        ({"layer_types": ..., "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; .*up to 10,000"),
+        ({"total_ut_steps": 10**9}, "num_loops is 1000000000; .*up to 10,000"),
+        ({"rope_theta": float("inf")}, "rope_theta must be finite"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(changes, message):
@@ -179,6 +190,32 @@ def test_what_cannot_take_effect_is_refused(changes, message):
 )
 def test_what_changes_nothing_passes(harmless):
     assert ouro(**harmless).to_model_config() == ouro().to_model_config()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": 5}, "layer_types is 5 in the config; it must be a list"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention' in the config"),
+        ({"dtype": "nonsense"}, "^dtype is 'nonsense' in the config; it must be the name of a torch dtype"),
+        ({"torch_dtype": "nonsense"}, "torch_dtype is 'nonsense' in the config"),
+        ({"torch_dtype": "Tensor"}, "torch_dtype is 'Tensor'"),
+        ({"torch_dtype": 16}, "torch_dtype is 16"),
+        ({"eos_token_id": 1.5}, "eos_token_id is 1.5 in the config; it must be an integer, a list of them or null"),
+        ({"eos_token_id": [0, "x"]}, r"eos_token_id is \[0, 'x'\]"),
+        ({"pad_token_id": "x"}, "pad_token_id is 'x' in the config; it must be an integer or null"),
+        ({"pad_token_id": [0]}, r"pad_token_id is \[0\]"),
+        ({"bos_token_id": True}, "bos_token_id is True"),
+        ({"beta": "abc"}, "beta is 'abc' in the config; the entropy weight must be a number from 0 up"),
+        ({"beta": float("nan")}, "beta is nan"),
+        ({"beta": -1}, "beta is -1"),
+        ({"beta": None}, "beta is None"),
+    ],
+)
+def test_both_configs_refuse_values_of_another_kind(make_config, changes, message):
+    for make in (ouro, make_config):
+        with pytest.raises(UserError, match=message):
+            make(**changes)
 
 
 def test_our_config_refuses_them_too(make_config):

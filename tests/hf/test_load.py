@@ -181,6 +181,7 @@ def test_no_weights_at_all(checkpoint):
         (b'{"model_type": "huginn_raven"}', '"huginn_raven", an architecture looplm does not know'),
         (b'{"model_type": "looplm"}', "lacks vocab_size"),
         (b'{"model_type": "ouro", "head_dim": 7}', "head_dim is 7"),
+        (b'{"model_type": "ouro", "self": 7}', "holds a value that cannot be read: .*self"),
     ],
 )
 def test_bad_configs(checkpoint, content, message):
@@ -211,6 +212,39 @@ def test_places_that_are_no_checkpoint(tmp_path, checkpoint):
         looplm.load(tmp_path)
     with pytest.raises(UserError, match="There is no directory"):
         looplm.load("./owner/model")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "None names no checkpoint"),
+        ("", "'' names no checkpoint"),
+        (3, "3 names no checkpoint"),
+        ("~no-such-user-at-all/x", "~no-such-user-at-all/x cannot be looked up"),
+        ("x" * 5000, "^x{100} cannot be looked up: File name too long"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_a_path(source, message):
+    for read in (looplm.load, looplm.load_tokenizer):
+        with pytest.raises(UserError, match=message):
+            read(source)
+
+
+def test_links_in_a_circle(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(UserError, match="cannot be looked up"):
+        looplm.load(tmp_path / "a")
+
+
+def test_a_tokenizer_config_that_is_no_object(checkpoint):
+    from looplm.data.tokenizer import train_tokenizer
+
+    train_tokenizer(["loops within loops"] * 4, vocab_size=264).save_pretrained(checkpoint)
+    (checkpoint / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json holds a list; it must be a JSON object"):
+        looplm.load_tokenizer(checkpoint)
 
 
 def test_hub_name_without_a_network():

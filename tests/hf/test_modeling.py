@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jaxtyping
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -100,6 +101,16 @@ def test_a_boolean_mask_and_a_tuple(make_model):
 def test_refusals(make_model, arguments, message):
     with pytest.raises(UserError, match=message):
         make_model()(IDS, **arguments)
+
+
+@pytest.mark.parametrize("depth", [1.5, 2.0, "2", True, torch.tensor(2)], ids=repr)
+def test_depths_that_are_no_integers(make_model, depth):
+    jaxtyping.config.update("jaxtyping_disable", True)  # as for a user
+    try:
+        with pytest.raises(UserError, match=r"num_loops is .*; it must be an integer"):
+            make_model()(IDS, num_loops=depth)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_a_misspelt_argument_is_an_error(make_model):

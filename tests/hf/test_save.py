@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import looplm
 from looplm.data.tokenizer import train_tokenizer
 from looplm.errors import UserError
 from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.hf.save import put_in_place
 
 IDS = torch.tensor([[1, 2, 3, 4]])
 
@@ -147,6 +149,64 @@ def test_a_failed_rename_puts_the_old_one_back(make_config, tmp_path, monkeypatc
         looplm.save_checkpoint(LoopLMForCausalLM(make_config(num_hidden_layers=1)), target)
     assert contents(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+class Killed(BaseException):
+    """What no handler of ours catches: the process is gone."""
+
+
+@pytest.fixture
+def killed(make_config, tmp_path, monkeypatch) -> Path:
+    """A checkpoint of two layers whose replacement, of one layer, was killed between the two renames."""
+    target, fresh = tmp_path / "checkpoint", tmp_path / ".checkpoint.0123abcd.partial"
+    looplm.save_checkpoint(LoopLMForCausalLM(make_config()), target)
+    LoopLMForCausalLM(make_config(num_hidden_layers=1)).save_pretrained(fresh)
+    rename = Path.rename
+
+    def die(self: Path, to: Path) -> Path:
+        if self == fresh:
+            raise Killed
+        return rename(self, to)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "rename", die)
+        put_in_place(fresh, target)
+    names = [".checkpoint.0123abcd.old", ".checkpoint.0123abcd.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    return target
+
+
+def test_a_kill_between_the_renames_loses_nothing(killed):
+    assert looplm.load(killed).config.num_hidden_layers == 2
+    assert looplm.load(killed).config.num_hidden_layers == 2
+
+
+def test_the_newest_one_set_aside_is_put_back(killed, make_config):
+    older, broken = killed.with_name(".checkpoint.00000000.old"), killed.with_name(".checkpoint.ffffffff.old")
+    LoopLMForCausalLM(make_config(num_hidden_layers=3)).save_pretrained(older)
+    os.utime(older, (1, 1))
+    broken.mkdir()  # the newest, and half deleted
+    assert looplm.load(killed).config.num_hidden_layers == 2
+
+
+def test_the_save_after_a_kill_keeps_what_was_there_and_clears_up(killed, make_config, tmp_path):
+    (killed.with_name(".checkpoint.0123abcd.old") / "notes.md").write_text("kept")
+    others = [tmp_path / ".checkpoint.9.0123abcd.old", tmp_path / ".checkpoints.0123abcd.partial"]
+    for other in others:
+        other.mkdir()
+    looplm.save_checkpoint(LoopLMForCausalLM(make_config(num_hidden_layers=3)), killed)
+    assert looplm.load(killed).config.num_hidden_layers == 3
+    assert (killed / "notes.md").read_text() == "kept"
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", *(other.name for other in others)}
+
+
+def test_one_set_aside_that_cannot_be_put_back(killed, monkeypatch):
+    def refuse(*_: object) -> Path:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(UserError, match="set aside by a save that was killed.*Read-only file system"):
+        looplm.load(killed)
 
 
 def test_targets_that_are_not_ours_to_replace(make_config, tmp_path):
