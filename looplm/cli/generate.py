@@ -55,7 +55,7 @@ def generate(
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if input is not None and output is not None:
         from looplm.cli.generate_file import answer_file
-        from looplm.hf.load import check_dtype
+        from looplm.hf.load import check_device, check_dtype
 
         check_device(device)
         kept = check_dtype(dtype)
@@ -112,7 +112,7 @@ def exit_policy(num_loops: int | None, exit_threshold: float | None) -> "ExitPol
 def load_engine(checkpoint: str, policy: "ExitPolicy | None", device: str | None, dtype: str | None) -> "Engine":
     """Checkpoint and tokenizer as an engine. Warns on stderr when more loops are asked for than were trained."""
     from looplm.hf.checkpoint import CONFIG, find_checkpoint, read_config
-    from looplm.hf.load import load, load_tokenizer
+    from looplm.hf.load import check_device, load, load_tokenizer
     from looplm.inference import Engine, FixedDepth
 
     check_device(device)
@@ -127,19 +127,6 @@ def load_engine(checkpoint: str, policy: "ExitPolicy | None", device: str | None
             err=True,
         )
     return Engine(model, tokenizer)
-
-
-def check_device(device: str | None) -> None:
-    """Raises UserError for a device that this machine does not have."""
-    import torch
-
-    try:
-        kind = torch.empty(0, device=device).device.type
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--device {device} cannot be used here: {reason}") from None
-    if kind == "meta":
-        raise UserError("--device meta cannot be used here: it holds shapes and no numbers. Use cpu or cuda.")
 
 
 # --- Showing depth ----------------------------------------------------------------------------------------------

@@ -90,6 +90,8 @@ def check_device(device: torch.device | str | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"The device {str(device)!r} cannot be used here: {reason}") from None
+    if found.type == "meta":
+        raise UserError("The device 'meta' cannot be used here: it holds shapes and no numbers. Use cpu or cuda.")
     return found
 
 

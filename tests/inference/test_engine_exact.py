@@ -43,12 +43,17 @@ def test_adaptive_decoding_is_the_oracle(shape, make_lm, make_prompts):
                 assert_same(result, oracle[case])
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 def test_one_threshold_for_a_whole_batch(threshold, make_lm, make_prompts):
-    lm = make_lm("gqa")
-    prompts = make_prompts(3, seed=5)
-    for prompt, result in zip(prompts, Engine(lm).generate(prompts, GREEDY, QuantileExit(threshold)), strict=True):
-        assert_same(result, reference.generate(lm, prompt, GREEDY, QuantileExit(threshold)))
+    lm, policy = make_lm("gqa"), QuantileExit(threshold)
+    prompts = make_prompts(8, seed=5)
+    oracle = [reference.generate(lm, prompt, GREEDY, policy) for prompt in prompts]
+    for batch in (1, 3, 8):
+        for result, expected in zip(
+            Engine(lm, max_batch=batch).generate(prompts, GREEDY, policy), oracle, strict=True
+        ):
+            assert_same(result, expected)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
