@@ -41,7 +41,9 @@ def main() -> None:
     )
     before = measure(model, corpus)
     console.print("after Stage I:", bits_per_byte(before), gate_statistics(before))
-    stage_two = train_stage(model, recipe.stage_two("gate"), recipe, corpus, telemetry, options.out)
+    stage_two = train_stage(
+        model, recipe.stage_two("gate"), recipe, corpus, telemetry, options.out, options.resume, stage_index=1
+    )
     after = measure(model, corpus)
     console.print("after Stage II:", bits_per_byte(after), gate_statistics(after))
     save(model, corpus, telemetry.records, before, stage_one, stage_two, options.out / SHIPPED)

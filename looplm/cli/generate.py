@@ -1,5 +1,6 @@
 """`looplm generate`: text from a checkpoint, each token at its own depth; one prompt, or a file of them."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,8 @@ from looplm.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from looplm.inference import Engine, ExitPolicy, GenerationResult
+    from looplm.cli.generate_options import Depth
+    from looplm.inference import Engine, ExitPolicy, GenerationResult, SamplingParams
 
 SHIPPED = "stdlib-small"
 
@@ -25,12 +27,33 @@ def generate(
         float | None,
         typer.Option(help="Leave at the first loop whose exit cdf reaches this: 0 after loop 1, 1 after all."),
     ] = None,
+    exit: Annotated[
+        str | None,
+        typer.Option(help="Leave by another rule: hidden-diff:EPS, kl:NATS, stable:LOOPS or deadline:MILLISECONDS."),
+    ] = None,
+    kv_cache: Annotated[
+        str, typer.Option(help="How keys of several loops are kept: per_loop (exact), fill, last, mean or first.")
+    ] = "per_loop",
+    draft_loops: Annotated[
+        int | None, typer.Option(help="Draft tokens at this loop and let the deeper ones test them; text unchanged.")
+    ] = None,
+    draft_tokens: Annotated[int | None, typer.Option(help="Tokens of a draft; adapted if left out.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from so many likeliest tokens; 0: from all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Sample from tokens at least this fraction as likely as the best.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that stand in prompt or text become less likely.")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text. Prompt i of a file uses seed + i.")] = None,
     show_depth: Annotated[
         bool, typer.Option("--show-depth", help="Colour tokens by loop and count the work.")
+    ] = False,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="Ask for prompts, one a line; texts appear as they are written.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda ...")] = None,
     dtype: Annotated[
@@ -45,14 +68,32 @@ def generate(
 ) -> None:
     """Continue a prompt with CHECKPOINT, at the checkpoint's own exit threshold unless an option says otherwise.
 
-    Tokens that leave early skip work; text and depths are those of running all loops: exactly in float64; in float32
-    and bfloat16 wherever the margin of choice exceeds rounding.
+    Tokens that leave early skip work; with the cache per_loop, text and depths are those of running all loops:
+    exactly in float64; in float32 and bfloat16 wherever the margin of choice exceeds rounding.
     """
+    from looplm.cli.generate_options import Depth, check_sources
     from looplm.inference import SamplingParams
 
-    check_options(prompt, num_loops, exit_threshold, show_depth, input, output)
-    policy = exit_policy(num_loops, exit_threshold)
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    depth = Depth(
+        num_loops=num_loops,
+        exit_threshold=exit_threshold,
+        exit=exit,
+        kv_cache=kv_cache,
+        draft_loops=draft_loops,
+        draft_tokens=draft_tokens,
+    )
+    depth.check()
+    check_sources(prompt, interactive, input, output, show_depth)
+    policy, speculation = depth.policy(), depth.speculation()
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     if input is not None and output is not None:
         from looplm.cli.generate_file import answer_file
         from looplm.hf.load import check_device, check_dtype
@@ -61,55 +102,79 @@ def generate(
         kept = check_dtype(dtype)
         made_with = {
             "checkpoint": checkpoint,
-            "num_loops": num_loops,
-            "exit_threshold": exit_threshold,
+            **depth.settings(),
             "dtype": None if kept is None else str(kept).removeprefix("torch."),
             "device": device or "cpu",
         }
-        answer_file(input, output, made_with, sampling, policy, lambda: load_engine(checkpoint, policy, device, dtype))
-        return
-    engine = load_engine(checkpoint, policy, device, dtype)
-    assert prompt is not None
-    (result,) = engine.generate([engine.prompt_token_ids(prompt, sampling)], sampling, policy)
-    if result.finish_reason == "error":
-        raise UserError(
-            "The model gave logits that are not finite: its weights are damaged, or overflow in this dtype."
+        answer_file(
+            input,
+            output,
+            made_with,
+            sampling,
+            policy,
+            lambda: load_engine(checkpoint, policy, device, dtype, kv_cache),
+            speculation,
         )
+        return
+    engine = load_engine(checkpoint, policy, device, dtype, kv_cache)
+    if interactive:
+        converse(engine, sampling, depth, show_depth)
+        return
+    assert prompt is not None
+    answer(engine, prompt, sampling, depth, show_depth)
+
+
+def answer(engine: "Engine", prompt: str, sampling: "SamplingParams", depth: "Depth", show_depth: bool) -> None:
+    """Continues one prompt and prints it. Raises UserError when the model breaks down."""
+    (result,) = engine.generate(
+        [engine.prompt_token_ids(prompt, sampling)], sampling, depth.policy(), speculation=depth.speculation()
+    )
+    if result.finish_reason == "error":
+        raise UserError(result.error or "The model failed.")
     if show_depth:
         print_depth(engine, prompt, result)
     else:
         print(f"{prompt}{result.text}")
 
 
-def check_options(
-    prompt: str | None,
-    num_loops: int | None,
-    exit_threshold: float | None,
-    show_depth: bool,
-    input: Path | None,
-    output: Path | None,
-) -> None:
-    """Raises UserError for options that do not go together."""
-    if num_loops is not None and exit_threshold is not None:
-        raise UserError("--num-loops fixes the depth and --exit-threshold lets each token choose; give one of them.")
-    if (prompt is None) == (input is None):
-        raise UserError("Give either --prompt TEXT, or --input with a file of prompts.")
-    if (input is None) != (output is None):
-        raise UserError("--input and --output go together: a file of prompts, and one for the answers.")
-    if input is not None and show_depth:
-        raise UserError("--show-depth is for one --prompt; the answers in a file carry the depth of every token.")
+def converse(engine: "Engine", sampling: "SamplingParams", depth: "Depth", show_depth: bool) -> None:
+    """Prompts from standard input, each continued on its own, until it ends. What is wrong with one is said."""
+    from looplm.inference import EngineStats
+
+    typer.echo("One prompt a line; end with Ctrl-D.", err=True)
+    while True:
+        typer.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line:
+            typer.echo("", err=True)
+            return
+        prompt = line.rstrip("\n")
+        if not prompt:
+            continue
+        engine.stats = EngineStats()
+        try:
+            if show_depth:
+                answer(engine, prompt, sampling, depth, show_depth)
+            else:
+                write(engine, prompt, sampling, depth)
+        except UserError as error:
+            typer.echo(f"looplm: {error}", err=True)
 
 
-def exit_policy(num_loops: int | None, exit_threshold: float | None) -> "ExitPolicy | None":
-    """The policy that the options ask for; None leaves it to the checkpoint. Raises UserError when impossible."""
-    from looplm.inference import FixedDepth, QuantileExit
+def write(engine: "Engine", prompt: str, sampling: "SamplingParams", depth: "Depth") -> None:
+    """Prints a text while it is written. Raises UserError when the model breaks down."""
+    pieces = engine.stream(prompt, sampling, depth.policy(), speculation=depth.speculation())
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+        if piece.finish_reason == "error":
+            print()
+            raise UserError("The model gave logits that are not finite: its weights are damaged, or overflow.")
+    print()
 
-    if num_loops is not None:
-        return FixedDepth(num_loops)
-    return None if exit_threshold is None else QuantileExit(exit_threshold)
 
-
-def load_engine(checkpoint: str, policy: "ExitPolicy | None", device: str | None, dtype: str | None) -> "Engine":
+def load_engine(
+    checkpoint: str, policy: "ExitPolicy | None", device: str | None, dtype: str | None, kv_cache: str = "per_loop"
+) -> "Engine":
     """Checkpoint and tokenizer as an engine. Warns on stderr when more loops are asked for than were trained."""
     from looplm.hf.checkpoint import CONFIG, find_checkpoint, read_config
     from looplm.hf.load import check_device, load, load_tokenizer
@@ -126,7 +191,7 @@ def load_engine(checkpoint: str, policy: "ExitPolicy | None", device: str | None
             "its text may get worse.",
             err=True,
         )
-    return Engine(model, tokenizer)
+    return Engine(model, tokenizer, kv_cache=kv_cache)
 
 
 # --- Showing depth ----------------------------------------------------------------------------------------------
@@ -164,5 +229,7 @@ def cost_table(engine: "Engine", result: "GenerationResult", trained: int) -> "T
     for column in ("", "claimed depth", "weight passes", "token-loops"):
         table.add_column(column, justify="right" if column else "left")
     table.add_row("this text", f"{stats.mean_loops:.2f}", f"{stats.weight_passes:,}", f"{stats.token_loops:,}")
+    if stats.drafted_tokens:
+        table.title = f"{title}; {stats.accepted_tokens} of {stats.drafted_tokens} drafts stood"
     table.add_row(f"all {trained} loops", f"{trained:.2f}", *[f"{trained * decoded:,}"] * 2)
     return table

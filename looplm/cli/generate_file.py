@@ -12,8 +12,11 @@ from looplm.errors import UserError
 START = b'{"index": '
 """How every answer begins in the file."""
 
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+"""Sampling parameters that an answer is marked with."""
+
 if TYPE_CHECKING:
-    from looplm.inference import Engine, ExitPolicy, GenerationResult, SamplingParams
+    from looplm.inference import Engine, ExitPolicy, GenerationResult, SamplingParams, Speculation
 
 
 def answer_file(
@@ -23,6 +26,7 @@ def answer_file(
     sampling: "SamplingParams",
     policy: "ExitPolicy | None",
     load_engine: Callable[[], "Engine"],
+    speculation: "Speculation | None" = None,
 ) -> None:
     """Answers every prompt of `input` that `output` has no answer to yet; each answer is appended at once.
 
@@ -33,7 +37,7 @@ def answer_file(
     A file that does not hold answers to `input` is left as it is. A prompt for which the model gives logits that are
     not finite gets no answer; the others do, and a UserError at the end names its line.
     """
-    settings = depth | {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+    settings = depth | {name: getattr(sampling, name) for name in SAMPLING}
     prompts = [read_prompt(input, number, line) for number, line in enumerate(read_lines(input), start=1)]
     if not prompts:
         raise UserError(f'{input} is empty; give one JSON object a line, such as {{"prompt": "Once upon"}}.')
@@ -44,7 +48,7 @@ def answer_file(
     if answered:
         print(f"{len(answered)} of {len(prompts)} prompts are answered already.")
     if left:
-        results = answers(input, prompts, left, sampling, policy, load_engine())
+        results = answers(input, prompts, left, sampling, policy, load_engine(), speculation)
         failed: list[int] = []
         with writing(output), output.open("ab") as file:
             for index, result in zip(left, results, strict=True):
@@ -98,6 +102,7 @@ def answers(
     sampling: "SamplingParams",
     policy: "ExitPolicy | None",
     engine: "Engine",
+    speculation: "Speculation | None",
 ) -> Iterator["GenerationResult"]:
     """Generates for the prompts numbered in `left`, in order. Raises UserError that names the line of a bad prompt."""
     token_ids: list[list[int]] = []
@@ -108,7 +113,7 @@ def answers(
             raise UserError(f"{input}, line {index + 1}: {error}") from None
     # A seed of its own for every prompt, and the same one when a run is resumed.
     seeded = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index) for index in left]
-    return engine.generate(token_ids, seeded, policy)
+    return engine.generate(token_ids, seeded, policy, speculation=speculation)
 
 
 def answer_record(index: int, prompt: str, settings: dict[str, Any], result: "GenerationResult") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from looplm.cli import generate, info, quickstart
+from looplm.cli import bench, convert, export, gate, generate, info, parity, quickstart, train, upcycle
 from looplm.errors import UserError
 
 app = typer.Typer(
@@ -43,8 +43,15 @@ def _options(
 
 
 app.command("quickstart")(quickstart.quickstart)
+app.command("train")(train.train)
+app.command("gate")(gate.gate)
+app.command("convert")(convert.convert)
+app.command("upcycle")(upcycle.upcycle)
+app.command("export")(export.export)
+app.command("parity")(parity.parity)
 app.command("info")(info.info)
 app.command("generate")(generate.generate)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

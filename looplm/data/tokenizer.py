@@ -3,6 +3,8 @@
 Byte-level means lossless: every string of Unicode text is encoded, and decoding gives back the same bytes.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -94,3 +96,42 @@ def boundary_token_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
             "The tokenizer has no end-of-text token, so documents cannot be told apart. Set its eos_token."
         )
     return (start_id if isinstance(start_id, int) else end_id), end_id
+
+
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase", *, with_chat_template: bool) -> str:
+    """A digest of all that decides which ids a text becomes, by which stored tokens are known to fit.
+
+    Args:
+        tokenizer: a fast one.
+        with_chat_template: whether the chat template decides too, as it does for conversations.
+
+    Raises:
+        UserError: the tokenizer is not a fast one (one with a tokenizer.json).
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer, and texts cannot be tokenised in batches or told "
+            "apart by it. Convert it to a tokenizer.json (transformers does it on loading, where it can)."
+        )
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    for last_call in ("padding", "truncation"):  # set by whoever called the tokenizer last, and reset by the next
+        del backend[last_call]
+    template = tokenizer.chat_template if with_chat_template else None
+    parts = [backend, tokenizer.bos_token_id, tokenizer.eos_token_id, template]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def require_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+    """Check that a model of `vocab_size` tokens has an embedding for every token.
+
+    Raises:
+        UserError: the tokenizer has more tokens than that.
+    """
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"The tokenizer has {len(tokenizer)} tokens and the model a vocabulary of {vocab_size}: the last "
+            f"{len(tokenizer) - vocab_size} would have no embedding. Use the model's own tokenizer, or give the model "
+            "a larger vocab_size."
+        )

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from looplm.evaluation.bootstrap import NUM_RESAMPLES, Interval, document_sums, percentile_interval, resample_weights
-from looplm.evaluation.depth_sweep import bits_per_byte
+from looplm.evaluation.bootstrap import NUM_RESAMPLES, Interval, percentile_interval, resample_weights
+from looplm.evaluation.depth_sweep import bits_per_byte, mean_depth
+from looplm.evaluation.exit_area import mean_over_depth
 from looplm.evaluation.exit_curve import covering_thresholds, cross_entropy_at, loops_at
 from looplm.evaluation.record import DepthRecord
 
@@ -79,11 +80,11 @@ def depth_quality_gain(
     loss = torch.stack([cross_entropy_at(record, row) for row in loops])
     _, fixed = bits_per_byte(record, record.cross_entropy[:num_loops], weights)  # (W + 1, R)
     _, curve = bits_per_byte(record, loss, weights)  # (W + 1, Q)
-    depth = _mean_depth(record, loops, weights)  # (W + 1, Q)
+    depth = mean_depth(record, loops, weights)  # (W + 1, Q)
     line = mixture_line(fixed, depth, _neighbours(num_loops))
     hull = mixture_line(fixed, depth, _all_pairs(num_loops))
     gain = line - curve
-    area, area_hull = _mean_over_depth(gain, depth), _mean_over_depth(hull - curve, depth)  # (W + 1,)
+    area, area_hull = mean_over_depth(depth, gain), mean_over_depth(depth, hull - curve)  # (W + 1,)
     return DepthQuality(
         gaps=tuple(
             QualityGap(
@@ -124,15 +125,3 @@ def _neighbours(num_loops: int) -> list[tuple[int, int]]:
 
 def _all_pairs(num_loops: int) -> list[tuple[int, int]]:
     return [(i, j) for i in range(num_loops) for j in range(i + 1, num_loops)] or [(0, 0)]
-
-
-def _mean_depth(record: DepthRecord, loops: Tensor, weights: Tensor) -> Tensor:
-    sums = document_sums(loops, record.document_ids, record.num_documents)  # (Q, M)
-    tokens = document_sums(torch.ones(record.num_tokens), record.document_ids, record.num_documents)  # (M,)
-    return (weights @ sums.T) / (weights @ tokens)[:, None]
-
-
-def _mean_over_depth(gain: Tensor, depth: Tensor) -> Tensor:
-    """Trapezoidal area under `gain` over depth, divided by the depths spanned; 0 when there is one depth only."""
-    span = (depth[:, -1] - depth[:, 0]).clamp(min=torch.finfo(depth.dtype).tiny)
-    return torch.trapezoid(gain, depth, dim=1) / span

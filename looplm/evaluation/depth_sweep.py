@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from looplm.errors import UserError
@@ -122,6 +122,16 @@ def bits_per_byte(
     resampled = torch.einsum("wm,...m->w...", weights, bits)
     total = (weights @ size).reshape(-1, *[1] * (bits.dim() - 1))
     return bits.sum(-1) / size.sum(), resampled / total
+
+
+def mean_depth(
+    record: DepthRecord, loops: Int[Tensor, "*rows N"], weights: Float[Tensor, "W M"]
+) -> Float[Tensor, "W *rows"]:
+    """Mean of one exit loop per token, for each row, in every resample of the documents."""
+    sums = document_sums(loops, record.document_ids, record.num_documents)  # (*rows, M)
+    tokens = document_sums(torch.ones(record.num_tokens), record.document_ids, record.num_documents)  # (M,)
+    total = (weights @ tokens).reshape(-1, *[1] * (sums.dim() - 1))
+    return torch.einsum("wm,...m->w...", weights, sums) / total
 
 
 def twin_difference(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from looplm.evaluation.bootstrap import NUM_RESAMPLES, resample_weights, standard_error
 from looplm.evaluation.depth_sweep import bits_per_byte
+from looplm.evaluation.exit_rules import spread_thresholds
 from looplm.evaluation.record import DepthRecord
 from looplm.inference.exit_policy import QuantileExit, exit_loops
 from looplm.model.gate import exit_cdf, exit_entropy, exit_pdf, expected_loops
@@ -85,16 +86,12 @@ def suffix_max(loops: Int[Tensor, " N"], sequence_ids: Int[Tensor, " N"]) -> Int
 
 
 def covering_thresholds(record: DepthRecord, num_loops: int | None = None, count: int = 33) -> tuple[float, ...]:
-    """0, 1, and `count` - 2 thresholds between them that spread the mean depth evenly over 1 to R.
+    """0, 1, and at most `count` - 2 thresholds between them that spread the mean depth evenly over 1 to R.
 
-    Mean depth at q is 1 + (R - 1) F(q), F the distribution of all cdf values below the last loop: evenly spaced
-    quantiles of these make even steps of depth, whatever the gate. Equal quantiles are given once.
+    See :func:`~looplm.evaluation.exit_rules.spread_thresholds`. Equal thresholds are given once.
     """
-    cdf = exit_cdf(record.gate_logits[: record.gated_loops(num_loops)])[:-1].flatten().sort().values
-    if cdf.numel() == 0:
-        return (0.0, 1.0)
-    index = torch.linspace(0, cdf.numel() - 1, count).round().long()[1:-1]
-    return tuple(sorted({0.0, 1.0, *cdf[index].tolist()}))
+    cdf = exit_cdf(record.gate_logits[: record.gated_loops(num_loops)])[:-1]
+    return tuple(sorted({0.0, 1.0, *spread_thresholds(cdf, count)}))
 
 
 def exit_curve(

@@ -1,7 +1,8 @@
 """One pass over held-out text that keeps, for every predicted token, what each loop would have done."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -43,6 +44,11 @@ class DepthRecord:
     """UTF-8 bytes of each document; every byte belongs to exactly one predicted token."""
     trained_loops: int
     """R the model was trained with. The record may go beyond it, or stop short of it."""
+    hidden_change: Float[Tensor, "R-1 N"] | None = None
+    """||h_r - h_{r-1}||_2 of what the LM head reads at loop r, r = 2..R: absolute, not relative (Ouro, 5.4.1)."""
+    prediction_kl: Float[Tensor, "R-1 N"] | None = None
+    """KL(p_{r-1} || p_r) = sum_v p_{r-1} (log p_{r-1} - log p_r) in nats, r = 2..R, p_r the next-token distribution
+    of loop r: the distribution one has weighs the one that is new (Huginn, arXiv 2502.05171)."""
 
     @property
     def num_loops(self) -> int:
@@ -74,6 +80,8 @@ def record(
     batches: Iterable[Mapping[str, Tensor]],
     document_bytes: Int[Tensor, " M"],
     num_loops: int | None = None,
+    *,
+    changes: bool = False,
 ) -> DepthRecord:
     """Runs `model` once over `batches` and reads the LM head at every loop.
 
@@ -84,16 +92,19 @@ def record(
             `document_index` (B,).
         document_bytes: bytes of each document that `document_index` points to.
         num_loops: depth of the pass, the trained depth when None; it may be larger.
+        changes: also keep `hidden_change` and `prediction_kl`, which exits by hidden difference and by confidence
+            decide on (:mod:`looplm.evaluation.exit_rules`); reading the head then takes up to half as long again.
 
-    The record is on the CPU; cross entropies and gate logits are float32 (float64 for a float64 model). Logits exist
-    only for a chunk of tokens at one loop, so memory does not grow with the vocabulary times the loops. Raises
-    UserError when the batches hold nothing to predict.
+    The record is on the CPU; all but the integers is float32 (float64 for a float64 model). Logits exist only for a
+    chunk of tokens at one loop (two with `changes`), so memory does not grow with the vocabulary times the loops.
+    Raises UserError when the batches hold nothing to predict.
     """
     device = model.model.embed_tokens.weight.device
     parts: list[dict[str, Tensor]] = []
     num_sequences = 0
     for batch in batches:
-        parts.append(_record_batch(model, {name: value.to(device) for name, value in batch.items()}, num_loops))
+        batch = {name: value.to(device) for name, value in batch.items()}
+        parts.append(_record_batch(model, batch, num_loops, changes))
         parts[-1]["sequence_ids"] += num_sequences
         num_sequences += batch["input_ids"].shape[0]
     if sum(part["targets"].shape[0] for part in parts) == 0:
@@ -103,35 +114,68 @@ def record(
     return DepthRecord(**joined, document_bytes=document_bytes.cpu(), trained_loops=model.model.config.num_loops)
 
 
-def _record_batch(model: LoopLM, batch: Mapping[str, Tensor], num_loops: int | None) -> dict[str, Tensor]:
+def _record_batch(
+    model: LoopLM, batch: Mapping[str, Tensor], num_loops: int | None, changes: bool
+) -> dict[str, Tensor]:
     """The fields of DepthRecord that one batch gives, with sequences counted from 0."""
     labels, attention_mask = batch["labels"][:, 1:], batch["attention_mask"]
     # Without padding plain causal attention does, and takes the fast kernel.
     output = model.model(batch["input_ids"], None if attention_mask.all() else attention_mask, num_loops=num_loops)
     predicted = labels != IGNORE_INDEX  # (B, S - 1): the position that predicts, not the one predicted
     targets, rows = labels[predicted], predicted.nonzero()[:, 0]  # (n,)
-    read = [read_head(model.lm_head, hidden[:, :-1][predicted], targets) for hidden in output.loop_hidden_states]
+    hidden = [state[:, :-1][predicted] for state in output.loop_hidden_states]  # R times (n, D)
     gate_logits = output.gate_logits[:, :, :-1][:, predicted]  # (R, n)
     part = {
-        "cross_entropy": torch.stack([cross_entropy for cross_entropy, _ in read]),
-        "predictions": torch.stack([predictions for _, predictions in read]),
-        "gate_logits": gate_logits.to(torch.promote_types(gate_logits.dtype, torch.float32)),
+        **read_head(model.lm_head, hidden, targets, changes),
+        "gate_logits": _widen(gate_logits),
         "targets": targets,
         "document_ids": batch["document_index"][rows],
         "sequence_ids": rows,
     }
+    if changes:
+        change = [(_widen(now) - _widen(before)).norm(dim=-1) for before, now in pairwise(hidden)]
+        part["hidden_change"] = torch.stack(change) if change else part["cross_entropy"][1:]
     return {name: value.cpu() for name, value in part.items()}
 
 
+def _widen(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def read_head(
-    lm_head: nn.Linear, hidden: Float[Tensor, "n D"], targets: Int[Tensor, " n"]
-) -> tuple[Float[Tensor, " n"], Int[Tensor, " n"]]:
-    """Cross entropy in nats and most probable token of each row, a chunk of rows at a time."""
-    cross_entropy, predictions = [], []
+    lm_head: nn.Linear, hidden: Sequence[Float[Tensor, "n D"]], targets: Int[Tensor, " n"], changes: bool = False
+) -> dict[str, Tensor]:
+    """`cross_entropy` and `predictions` of every loop, (R, n), and `prediction_kl`, (R - 1, n), with `changes`.
+
+    A chunk of rows at a time, all loops of a chunk in turn: each needs the distribution of the loop before alone.
+    """
     rows_per_chunk = max(1, _LOGITS_PER_CHUNK // lm_head.out_features)
-    for states, wanted in zip(hidden.split(rows_per_chunk), targets.split(rows_per_chunk), strict=True):
-        logits = lm_head(states)  # (chunk, V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        cross_entropy.append(logits.logsumexp(-1) - logits.gather(-1, wanted[:, None])[:, 0])
+    parts: dict[str, list[Tensor]] = {"cross_entropy": [], "predictions": []}
+    if changes:
+        parts["prediction_kl"] = []
+    for first in range(0, max(1, len(targets)), rows_per_chunk):
+        rows = slice(first, first + rows_per_chunk)
+        found = _read_chunk(lm_head, [state[rows] for state in hidden], targets[rows], changes)
+        for name, part in parts.items():
+            part.append(found[name])
+    return {name: torch.cat(part, dim=-1) for name, part in parts.items()}
+
+
+def _read_chunk(lm_head: nn.Linear, hidden: Sequence[Tensor], targets: Tensor, changes: bool) -> dict[str, Tensor]:
+    cross_entropy, predictions, divergence = [], [], []
+    before: Tensor | None = None
+    for states in hidden:
+        logits = _widen(lm_head(states))  # (n, V)
+        log_z = logits.logsumexp(-1, keepdim=True)
+        cross_entropy.append((log_z - logits.gather(-1, targets[:, None]))[:, 0])
         predictions.append(logits.argmax(-1))
-    return torch.cat(cross_entropy), torch.cat(predictions)
+        if changes:
+            now = logits.sub_(log_z)
+            if before is not None:
+                # before - now first: `before` may then be overwritten by its own exponential.
+                divergence.append(((before - now).mul_(before.exp_())).sum(-1))
+            before = now
+    found = {"cross_entropy": torch.stack(cross_entropy), "predictions": torch.stack(predictions)}
+    if changes:
+        found["prediction_kl"] = torch.stack(divergence) if divergence else found["cross_entropy"][1:]
+    return found

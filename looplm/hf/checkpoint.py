@@ -212,18 +212,20 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def check_tensors(config: LoopedConfig, tensors: Mapping[str, StoredTensor], directory: Path) -> None:
     """Raises UserError naming every tensor that is missing, unexpected or mis-shaped for `config`."""
-    expected = parameter_shapes(config)
-    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
-    unexpected = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in expected]
-    wrong = [
-        f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    found = [
-        f"{kind}: {', '.join(names)}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
-        if names
-    ]
+    found = tensor_mismatch(parameter_shapes(config), {name: tensor.shape for name, tensor in tensors.items()})
     if found:
-        raise UserError(f"The weights in {directory} do not belong to its {CONFIG}. Tensors {'; '.join(found)}.")
+        raise UserError(f"The weights in {directory} do not belong to its {CONFIG}. Tensors {found}.")
+
+
+def tensor_mismatch(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    """Every tensor that is missing, unexpected or mis-shaped, in words; empty where names and shapes agree."""
+    kinds = {
+        "missing": [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found],
+        "unexpected": [f"{name} {list(shape)}" for name, shape in found.items() if name not in expected],
+        "of another shape": [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and found[name] != shape
+        ],
+    }
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)

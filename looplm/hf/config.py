@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from looplm.errors import UserError
-from looplm.model.config import FinalNorm, Injection, LoopedConfig, LoopState, NormPlacement
+from looplm.model.config import CodaInput, FinalNorm, Injection, LoopedConfig, LoopState, NormPlacement, RopeScaling
 
 DEFAULT_BETA = 0.05
 """Entropy weight of Stage I (Ouro, section 4)."""
@@ -49,6 +49,7 @@ class LoopLMConfig(PretrainedConfig):
     norm_placement: NormPlacement
     final_norm: FinalNorm
     loop_state: LoopState
+    coda_input: CodaInput
     injection: Injection
     lora_rank: int
     lora_alpha: float
@@ -59,6 +60,8 @@ class LoopLMConfig(PretrainedConfig):
     tie_word_embeddings: bool
     rms_norm_eps: float
     rope_theta: float
+    position_scaling: dict[str, Any] | None
+    """The fields of :class:`~looplm.model.config.RopeScaling`, or null."""
     max_position_embeddings: int
     initializer_range: float
     exit_threshold: float | None
@@ -174,7 +177,7 @@ class OuroConfig(PretrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
-            check_types({name: getattr(self, name) for name in ("hidden_size", "num_attention_heads")})
+            check_types(_FIELDS, {name: getattr(self, name) for name in ("hidden_size", "num_attention_heads")})
             # Sizes of 0 are refused below, under their own names.
             self.head_dim = self.hidden_size // (self.num_attention_heads or 1)
         self.to_model_config()
@@ -216,24 +219,40 @@ class OuroConfig(PretrainedConfig):
 
 def build_model_config(fields: dict[str, Any]) -> LoopedConfig:
     """A LoopedConfig from plain values. Raises UserError when a value is impossible or of the wrong type."""
-    check_types(fields)
+    scaling = fields.pop("position_scaling", None)
+    check_types(_FIELDS, fields)
     try:
-        return LoopedConfig(**fields)
+        return LoopedConfig(**fields, position_scaling=build_scaling(scaling))
     except ValueError as error:
         raise UserError(f"The config cannot be built: {error}") from None
 
 
-def check_types(fields: dict[str, Any]) -> None:
-    """Raises UserError for a field of LoopedConfig that is not of its type."""
+def build_scaling(value: Any) -> RopeScaling | None:
+    """`position_scaling` from plain values. Raises UserError unless it is null or holds RopeScaling's fields."""
+    if value is None:
+        return None
+    allowed = {field.name: field for field in dataclasses.fields(RopeScaling)}
+    if not isinstance(value, dict) or not {"rope_type", "factor"} <= value.keys() <= allowed.keys():
+        raise UserError(
+            f"position_scaling is {value!r} in the config; it must be null or an object with rope_type, factor and, "
+            f"where they are needed, {', '.join(list(allowed)[2:])}."
+        )
+    check_types(allowed, value)
+    return RopeScaling(**value)
+
+
+def check_types(known: dict[str, dataclasses.Field[Any]], fields: dict[str, Any]) -> None:
+    """Raises UserError for a field that is not of the type it has in `known`."""
     for name, value in fields.items():
-        expected: Any = _FIELDS[name].type
+        expected: Any = known[name].type
         if get_origin(expected) is Literal:
             if value not in get_args(expected):
                 raise UserError(f"{name} is {value!r} in the config; choose one of {', '.join(get_args(expected))}.")
             continue
         accepted = (int, float) if expected is float else expected
         if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):
-            raise UserError(f"{name} is {value!r} in the config; it must be of type {expected.__name__}.")
+            kind = expected.__name__ if isinstance(expected, type) else expected
+            raise UserError(f"{name} is {value!r} in the config; it must be of type {kind}.")
 
 
 def check_exit_threshold(value: Any) -> float | None:
@@ -297,8 +316,8 @@ def refuse_unsupported(fields: dict[str, Any]) -> None:
     if found:
         raise UserError(
             f"The config asks for {'; '.join(found)}, which looplm does not implement. It has SiLU, full attention "
-            "without dropout and unscaled rotary positions, and takes the depth with each call. The checkpoint would "
-            "not compute what it was trained for, so it is not loaded."
+            "without dropout and unscaled rotary positions (our own configs have position_scaling), and takes the "
+            "depth with each call. The checkpoint would not compute what it was trained for, so it is not loaded."
         )
 
 

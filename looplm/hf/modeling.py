@@ -105,12 +105,16 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
         return embedding
 
     def apply_head(self, function: Callable[..., Result], *args: Any) -> Result:
-        """`function(lm_head.weight, *args)`: the one place where an objective gets the head's weight, (V, D).
-
-        Registered as a forward method under FSDP2, it gathers a sharded weight once, however often the
-        function then multiplies by it; reading `lm_head.weight` from outside would meet a shard.
-        """
+        """`function(lm_head.weight, *args)`: the one place where an objective gets the head's weight, (V, D)."""
         return function(self.lm_head.weight, *args)
+
+    def within(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """`function(self, *args, **kwargs)`: the verb through which everything is run on a model that may be sharded.
+
+        It is the one registered forward method under FSDP2. What happens inside, the bare model's forward and the
+        head under an objective, meets whole weights, gathered once; outside are only shards.
+        """
+        return function(self, *args, **kwargs)
 
     # --- Forward ------------------------------------------------------------------------------------------------
 
@@ -216,10 +220,19 @@ class LoopLMForCausalLM(PreTrainedModel, GenerationMixin):
         document_ids: Tensor | None = None,
         num_loops: int | None = None,
         use_cache: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         **packing: Unpack[PackingArguments],
     ) -> BaseModelOutputWithPast:
-        """A forward without the head: `last_hidden_state` is (B, S, D), of the last loop. Never makes a cache."""
+        """A forward without the head: `last_hidden_state` is (B, S, D), of the last loop. Never makes a cache.
+
+        PEFT sends the other arguments along unset; what a LoopLM does not take or return is refused when it is set.
+        """
         check_packing(packing, position_ids if document_ids is None else document_ids)
+        if inputs_embeds is not None or output_attentions or output_hidden_states or return_dict is False:
+            raise UserError("A forward without the head reads input_ids and returns the last loop's states alone.")
         if use_cache:
             raise UserError("A forward without the head fills no cache; call the model itself with use_cache=True.")
         output = self._run(input_ids, attention_mask, position_ids, document_ids, num_loops, None)

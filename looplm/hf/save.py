@@ -1,5 +1,6 @@
 """Writing a checkpoint directory so that a crash or a full disk never costs the one that was there."""
 
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -21,13 +22,15 @@ def save_checkpoint(
     directory: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     state_dict: dict[str, Tensor] | None = None,
+    max_shard_size: str | int | None = None,
 ) -> Path:
     """Writes config, weights and tokenizer; an Ouro model as an Ouro directory, ours as ours. Returns the path.
 
     Everything goes to a hidden directory beside the target first, which then takes the target's name. A
     checkpoint that stood there is replaced only then; other plain files in it are kept. After a kill between
     the two renames, loading and the next save put the old one back; a save that is done removes what killed ones
-    left. `state_dict` is for a sharded model whose caller has gathered the weights.
+    left. `state_dict` is for a sharded model whose caller has gathered the weights. `max_shard_size`, "5GB" or a
+    number of bytes, splits the weights into files of at most that size; None leaves it to transformers.
 
     Raises UserError when the target is no checkpoint but holds something, cannot be written, or the disk is
     full; nothing is left behind then, and what was there is untouched.
@@ -35,17 +38,51 @@ def save_checkpoint(
     target = local_path(directory).resolve()
     recover(target)
     kept = files_to_keep(target)
+    with writing(target) as partial:
+        write_model(partial, model, tokenizer, state_dict, max_shard_size)
+        for file in kept:
+            if not (partial / file.name).exists():
+                shutil.copy2(file, partial / file.name)
+    return target
+
+
+def write_model(
+    directory: Path,
+    model: LoopLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    state_dict: dict[str, Tensor] | None = None,
+    max_shard_size: str | int | None = None,
+) -> None:
+    """Config, weights and tokenizer into a directory, as they come. Raises UserError for an impossible shard size."""
+    sharding = {} if max_shard_size is None else {"max_shard_size": check_shard_size(max_shard_size)}
+    with quiet_transformers():
+        model.save_pretrained(directory, state_dict=state_dict, **sharding)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+
+
+def check_shard_size(size: str | int) -> str | int:
+    """Returns the size of a shard. Raises UserError unless it is a positive number of bytes, or one with its unit."""
+    number = re.fullmatch(r"(\d+)([KMGT]I?B)?", str(size).upper())
+    if number is None or int(number[1]) == 0:
+        raise UserError(
+            f"max_shard_size is {size!r}; give a number of bytes, or one with its unit such as 5GB or 500MB."
+        )
+    return size if number[2] else int(number[1])
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """A hidden directory beside `target`, which takes the target's name when the block has ended well.
+
+    When it has not, nothing is left behind and what stood at the target is untouched; a failure to write becomes a
+    UserError.
+    """
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     new_parents = [parent for parent in target.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
-        with quiet_transformers():
-            model.save_pretrained(partial, state_dict=state_dict)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
-        for file in kept:
-            if not (partial / file.name).exists():
-                shutil.copy2(file, partial / file.name)
+        yield partial
         put_in_place(partial, target)
     except (OSError, SafetensorError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
@@ -57,6 +94,13 @@ def save_checkpoint(
         for parent in new_parents:
             with suppress(OSError):  # not empty: the checkpoint is there
                 parent.rmdir()
+
+
+def new_target(directory: str | Path) -> Path:
+    """The path of a directory that is to be made. Raises UserError when a file, or a directory in use, is there."""
+    target = local_path(directory).resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists and is not an empty directory. Give a new one; nothing is overwritten.")
     return target
 
 

@@ -43,11 +43,6 @@ class Layout(NamedTuple):
     last_rows: list[int]
     """For each segment, the row that ends with its last position."""
 
-    @property
-    def write_slots(self) -> Int[Tensor, "B #S"]:
-        """Slot of every column, -1 (the last row of a buffer) at padding."""
-        return self.slots[:, None] if self.real is None else torch.where(self.real, self.slots[:, None], -1)
-
     def mask(self) -> Bool[Tensor, "B 1 S M"] | None:
         """True where the key's position is not after the query's; None where plain attention does the same."""
         width = self.positions.shape[1]

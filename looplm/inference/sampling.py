@@ -35,6 +35,9 @@ class SamplingParams:
     """Of those, keep the fewest that hold this share of the probability."""
     min_p: int | float = 0
     """Of those, keep the ones at least this fraction as likely as the likeliest."""
+    repetition_penalty: int | float = 1
+    """Logits of tokens that stand in the prompt or the text so far are divided by this where positive and multiplied
+    where negative (CTRL, arXiv 1909.05858); before temperature, and for greedy text too. 1 changes nothing."""
     seed: int | None = None
     """Same seed, same text. None takes one from torch's global generator."""
     stop: Sequence[str] = ()
@@ -47,6 +50,9 @@ class SamplingParams:
     """Independent samples per prompt."""
     logprobs: bool = False
     """Whether results carry the log-probability of each generated token."""
+    prompt_logprobs: bool = False
+    """Whether results carry the log-probability of each prompt token but the first. Such a prompt is computed whole,
+    also where a part of it has been computed before."""
 
     def __post_init__(self) -> None:
         # Tuples: two equal parameter sets are equal, and hashable.
@@ -58,6 +64,7 @@ class SamplingParams:
             ("top_k", Integral, 0, math.inf),
             ("top_p", Real, 0, 1),
             ("min_p", Real, 0, 1),
+            ("repetition_penalty", Real, 1e-6, 1e6),
             ("n", Integral, 1, math.inf),
         )
         for name, kind, low, high in ranges:
@@ -146,11 +153,28 @@ def draw(probs: Float[Tensor, "N V"], uniform: Float[Tensor, " N"]) -> Int[Tenso
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
+def penalised(logits: Float[Tensor, " V"], penalty: float, token_ids: Sequence[int]) -> Float[Tensor, " V"]:
+    """`logits` with the repetition penalty for `token_ids`. See :class:`SamplingParams`."""
+    if penalty == 1 or not token_ids:
+        return logits
+    seen = torch.tensor(sorted(set(token_ids)), device=logits.device)
+    values = logits[seen]
+    return logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
+
+
 def sample(
     logits: Float[Tensor, "N V"], params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
 ) -> Int[Tensor, " N"]:
     """The next token of every row. Rows of temperature 0 take the likeliest and need no generator."""
+    return sample_with_probs(logits, params, generators)[0]
+
+
+def sample_with_probs(
+    logits: Float[Tensor, "N V"], params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
+) -> tuple[Int[Tensor, " N"], dict[int, Tensor]]:
+    """The next token of every row, and for rows that are drawn the distribution they were drawn from, (V,) float64."""
     tokens = logits.argmax(-1)
+    drawn_from: dict[int, Tensor] = {}
     rows_alike: dict[tuple[int | float, ...], list[int]] = {}
     for row, p in enumerate(params):
         if p.temperature > 0:
@@ -159,7 +183,8 @@ def sample(
         probs = filtered_probabilities(logits[rows], params[rows[0]])
         uniform = [torch.rand((), generator=generators[row], dtype=torch.float64) for row in rows]
         tokens[rows] = draw(probs, torch.stack(uniform).to(probs.device))
-    return tokens
+        drawn_from.update(zip(rows, probs, strict=True))
+    return tokens, drawn_from
 
 
 def token_logprobs(logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Tensor, " N"]:

@@ -21,8 +21,8 @@ class Tokenizer(Protocol):
         """Id -> added token, with its `content` and whether it is `special`."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer itself puts around one."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with or without the special tokens that the tokenizer itself puts around one."""
         ...
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
@@ -71,3 +71,56 @@ def final_text(tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[st
     """The text of all tokens but special ones, cut before the earliest of `stop`."""
     text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
+
+
+class TextStream:
+    """The text of a growing list of tokens, in pieces that are never taken back.
+
+    What may be part of a stop string waits until it is none, and a character made of several tokens comes with the
+    last of them. Special tokens are not shown. All pieces join to :func:`final_text`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        self.token_ids: list[int] = []
+        self.start = self.done = 0  # as in token_texts
+        self.held = ""
+        self.ended = False
+
+    def add(self, token_id: int, *, last: bool = False) -> str:
+        """Takes the next token; returns what can be shown now. `last`: nothing will follow."""
+        self.token_ids.append(token_id)
+        before = self._decode(self.start, self.done)
+        text = self._decode(self.start, len(self.token_ids))
+        if text.endswith(REPLACEMENT) and not last:
+            return ""
+        self.start, self.done = self.done, len(self.token_ids)
+        return self._show(text[len(before) :], last)
+
+    def finish(self) -> str:
+        """What was held back, once nothing will follow."""
+        before = self._decode(self.start, self.done)
+        rest = self._decode(self.start, len(self.token_ids))[len(before) :]
+        self.done = len(self.token_ids)
+        return self._show(rest, True)
+
+    def _show(self, text: str, last: bool) -> str:
+        if self.ended:
+            return ""
+        text = self.held + text
+        found = [at for at in map(text.find, self.stop) if at >= 0]
+        if found:
+            self.ended, self.held = True, ""
+            return text[: min(found)]
+        keep = 0 if last else max((_overlap(text, string) for string in self.stop), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _decode(self, start: int, stop: int) -> str:
+        return self.tokenizer.decode(self.token_ids[start:stop], skip_special_tokens=True)
+
+
+def _overlap(text: str, string: str) -> int:
+    """Characters at the end of `text` that `string` begins with."""
+    longest = min(len(text), len(string) - 1)
+    return next((n for n in range(longest, 0, -1) if string.startswith(text[-n:])), 0)

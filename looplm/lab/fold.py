@@ -139,6 +139,14 @@ class FoldStream:
             input_ids[rows, k + 1] = labels[rows, k + 1] = self.task.fold(digits)
         return {"input_ids": input_ids, "labels": labels, "document_ids": torch.zeros_like(input_ids)}
 
+    def take(self, num_rows: int) -> dict[str, Tensor]:
+        """The next batch, for a trainer in one process. Raises UserError unless `num_rows` is the batch size."""
+        if num_rows != self.batch_size:
+            raise UserError(
+                f"The fold stream draws {self.batch_size} expressions at a time, and {num_rows} are wanted."
+            )
+        return next(self)
+
     def state_dict(self) -> dict[str, Any]:
         """How many batches were drawn, and what they must be continued with."""
         return {"num_drawn": self.num_drawn, **self._identity()}

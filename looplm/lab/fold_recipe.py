@@ -44,16 +44,21 @@ def fold_config(task: FoldTask, num_loops: int = 4) -> LoopLMConfig:
     return LoopLMConfig.from_model_config(shape, pad_token_id=PAD)
 
 
-def fold_stages(num_loops: int = 4, num_steps: int = 1500, gate_steps: int = 200) -> tuple[StageRecipe, ...]:
+def fold_stages(
+    num_loops: int = 4, num_steps: int = 1500, gate_steps: int = 200, *, max_k: int = 4
+) -> tuple[StageRecipe, ...]:
     """Stage I for `num_steps` with the expected loss, then Stage II for `gate_steps`; a single loop has no Stage II.
 
     beta is four times the usual: with 0.05 the depths of the ks end closer together. Stage II labels the hazard that
     decides whether a loop runs with what that loop gained ("next"). The paper's label goes to the hazard one loop
-    later and leaves the first hazard without any; the depth then hardly follows k.
+    later and leaves the first hazard without any; the depth then hardly follows k. max_k is that of the task.
     """
+    seq_len = max_k + 2
     learn = StageRecipe(
         name="fold" if num_loops > 1 else "fold one-loop twin",
         num_steps=num_steps,
+        seq_len=seq_len,
+        batch_tokens=BATCH_SIZE * seq_len,
         objective=ExpectedLossRecipe(beta=0.2),
         optimizer=OptimizerRecipe(lr=8e-3),
         schedule=ScheduleRecipe(warmup_steps=min(100, num_steps // 10), final_share=0.05),
@@ -64,6 +69,8 @@ def fold_stages(num_loops: int = 4, num_steps: int = 1500, gate_steps: int = 200
     gate = StageRecipe(
         name="fold-gate",
         num_steps=gate_steps,
+        seq_len=seq_len,
+        batch_tokens=BATCH_SIZE * seq_len,
         objective=GateLossRecipe(label_shift="next"),
         optimizer=OptimizerRecipe(lr=2e-2, weight_decay=0.0),
         schedule=ScheduleRecipe(warmup_steps=min(10, gate_steps // 10)),
@@ -83,13 +90,13 @@ def train_fold(
 ) -> LoopLMForCausalLM:
     """Builds a model from `seed` and trains it through `stages` on one stream; returns it in eval mode, not frozen.
 
-    Telemetry shows each stage as it runs, counting answers as tokens. The global random state is left as it was.
+    Telemetry shows each stage as it runs. The global random state is left as it was.
     Raises UserError when a stage diverges.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LoopLMForCausalLM(config)
     batches = task.stream(BATCH_SIZE, seed)
-    for stage in stages:
-        Trainer(model, stage, batches, telemetry, run_dir).run()
+    for stage_index, stage in enumerate(stages):
+        Trainer(model, stage, batches, telemetry, run_dir, seed=seed, stage_index=stage_index).run()
     return model.requires_grad_(True)

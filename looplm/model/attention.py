@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
+from looplm.model.autocast import matmul_input
 from looplm.model.cache import KVCache, LoopIndex
 from looplm.model.config import LoopedConfig
+from looplm.model.flex import block_attention
 from looplm.model.lora import LoraSlices, project
 from looplm.model.norm import RMSNorm
 from looplm.model.rope import apply_rope
@@ -19,8 +22,8 @@ class AttentionContext:
 
     cos: Float[Tensor, "#B S d"]
     sin: Float[Tensor, "#B S d"]
-    mask: Bool[Tensor, "#B 1 S M"] | None = None
-    """None: plainly causal over this pass's own positions."""
+    mask: Bool[Tensor, "#B 1 S M"] | BlockMask | None = None
+    """None: plainly causal over this pass's own positions. A block mask: packed documents on a GPU."""
     cache: KVCache | None = None
 
 
@@ -43,6 +46,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "B S D"], context: AttentionContext, loop_idx: LoopIndex, lora: LoraSlices
     ) -> Float[Tensor, "B S D"]:
+        x = matmul_input(x)
         q = project(self.q_proj, x, lora.get("q_proj")).unflatten(-1, (-1, self.head_dim))  # (B, S, H, d)
         k = project(self.k_proj, x, lora.get("k_proj")).unflatten(-1, (-1, self.head_dim))  # (B, S, K, d)
         v = project(self.v_proj, x, lora.get("v_proj")).unflatten(-1, (-1, self.head_dim))
@@ -51,12 +55,12 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), context.cos, context.sin).to(v.dtype)
         if context.cache is not None:
             k, v = context.cache.update(k, v, self.layer_idx, loop_idx)  # (B, M, K, d)
-        out = scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=context.mask,
-            is_causal=context.mask is None and x.shape[1] > 1,
-            enable_gqa=self.grouped,
-        )
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if isinstance(context.mask, BlockMask):
+            out = block_attention(q, k, v, context.mask)
+        else:
+            causal = context.mask is None and x.shape[1] > 1
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=self.grouped
+            )
         return project(self.o_proj, out.transpose(1, 2).flatten(-2), lora.get("o_proj"))

@@ -1,14 +1,41 @@
 """One transformer layer: attention and SwiGLU, each in a residual branch with norms where the placement says."""
 
+from typing import Any
+
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from looplm.model.attention import Attention, AttentionContext
+from looplm.model.autocast import matmul_input
 from looplm.model.cache import LoopIndex
 from looplm.model.config import LoopedConfig
 from looplm.model.lora import LoraSlices, project
 from looplm.model.norm import RMSNorm
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, keeping these two for the backward pass and not silu(gate) as well."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return silu(gate) * up
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_silu, d_up = grad * up, grad * silu(gate)
+        if torch.is_grad_enabled():  # the kernel has no derivative of its own
+            share = torch.sigmoid(gate)
+            return d_silu * share * (1 + gate * (1 - share)), d_up
+        return torch.ops.aten.silu_backward(d_silu, gate), d_up
 
 
 class MLP(nn.Module):
@@ -22,7 +49,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(wide, hidden, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "B S D"], lora: LoraSlices) -> Float[Tensor, "B S D"]:
-        wide = silu(project(self.gate_proj, x, lora.get("gate_proj"))) * project(self.up_proj, x, lora.get("up_proj"))
+        x = matmul_input(x)
+        gate = project(self.gate_proj, x, lora.get("gate_proj"))
+        up = project(self.up_proj, x, lora.get("up_proj"))
+        # A compiler chooses itself what to keep; without gradients there is nothing to keep.
+        keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        wide = _SwiGLU.apply(gate, up) if keeps else silu(gate) * up
         return project(self.down_proj, wide, lora.get("down_proj"))
 
 

@@ -10,12 +10,52 @@ NormPlacement = Literal["ouro", "pre", "post", "sandwich", "magic"]
 FinalNorm = Literal["rms", "frms", "none"]
 LoopState = Literal["normed", "raw"]
 Injection = Literal["none", "scalar", "add", "concat"]
+CodaInput = Literal["normed", "raw"]
+RopeType = Literal["linear", "llama3", "yarn"]
 
 MOST_LAYERS = 10_000
 """Most layers of each kind, and most loops: far beyond any model, so that a damaged config fails at once."""
 
 DEEPEST = 100_000
 """Most layers a token may pass. The cost sheet goes through them one by one."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class RopeScaling:
+    """How rotary frequencies were changed to lengthen the context, as in `rope_scaling` of a Hugging Face config.
+
+    linear divides every frequency by `factor` (2306.15595); llama3 the low ones, with a smooth transition
+    (Llama 3.1); yarn those that turn seldom, and scales cosine and sine (2309.00071).
+    """
+
+    rope_type: RopeType
+    factor: float
+    original_max_position_embeddings: int | None = None
+    """Context before the scaling; llama3 and yarn need it."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original context / this are divided by the whole factor."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original context / this are left."""
+    beta_fast: float = 32.0
+    """yarn: a frequency that turns this often over the original context, or more, is left."""
+    beta_slow: float = 1.0
+    """yarn: one that turns less often than this is divided by the whole factor."""
+    truncate: bool = True
+    """yarn: whether the two bounds are rounded outwards to whole dimensions."""
+    attention_factor: float = 1.0
+    """yarn: scale of cosine and sine."""
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in get_args(RopeType):
+            raise UserError(f"rope_type is {self.rope_type!r}; choose one of {', '.join(get_args(RopeType))}.")
+        numbers = "factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor"
+        for name in numbers.split():
+            if not 0 < getattr(self, name) <= sys.float_info.max:
+                raise UserError(f"{name} of position_scaling is {getattr(self, name)!r}; it must be positive.")
+        if self.rope_type != "linear" and not (self.original_max_position_embeddings or 0) > 0:
+            raise UserError(f"{self.rope_type} position_scaling needs original_max_position_embeddings.")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise UserError("low_freq_factor of position_scaling must be below high_freq_factor.")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -53,6 +93,8 @@ class LoopedConfig:
     """Norm after every loop: rms, frms (no learned scale) or none."""
     loop_state: LoopState = "normed"
     """What the next loop reads: the normed state (Ouro) or the raw one. Gate and head always read the normed one."""
+    coda_input: CodaInput = "normed"
+    """What the coda reads: the normed state, or the raw one, as the last layers of a dense model do."""
     injection: Injection = "none"
     """How the input embedding enters loops 2..R."""
     lora_rank: int = 0
@@ -71,6 +113,8 @@ class LoopedConfig:
     """Whether the LM head is the embedding matrix."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    position_scaling: RopeScaling | None = None
+    """Scaled rotary frequencies; None for plain ones."""
     max_position_embeddings: int = 4096
     """Longest context, tokens."""
     initializer_range: float = 0.02
@@ -109,6 +153,7 @@ class LoopedConfig:
             ("norm_placement", NormPlacement),
             ("final_norm", FinalNorm),
             ("loop_state", LoopState),
+            ("coda_input", CodaInput),
             ("injection", Injection),
         ):
             if getattr(self, name) not in get_args(allowed):

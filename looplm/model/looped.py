@@ -22,6 +22,7 @@ from looplm.model.attention import AttentionContext
 from looplm.model.block import Block
 from looplm.model.cache import LoopIndex, SequenceCache
 from looplm.model.config import LoopedConfig
+from looplm.model.flex import document_block_mask, packs_in_blocks
 from looplm.model.injection import SCALAR_START, ConcatInjection, ScalarInjection, build_injection
 from looplm.model.lora import LayerLora, LoraBank
 from looplm.model.mask import causal_mask, positions_from_documents, positions_from_mask
@@ -35,7 +36,8 @@ class Readout(NamedTuple):
     state: Float[Tensor, "B S D"]
     """Input of the next loop."""
     hidden: Float[Tensor, "B S D"]
-    """Normed state: what the gate has read, and the coda or LM head will."""
+    """What the coda or LM head will read: the normed state that the gate has read, or the raw one before a coda that
+    asks for it (`coda_input`)."""
     gate_logits: Float[Tensor, "B S"]
     """Logit of the hazard of leaving after this loop."""
 
@@ -109,9 +111,10 @@ class LoopedTransformer(nn.Module):
 
     def readout(self, raw: Float[Tensor, "B S D"]) -> Readout:
         """The final norm after a loop, the gate that reads it, and the state the next loop reads."""
-        hidden = self.norm(raw)
-        state = hidden if self.config.loop_state == "normed" else raw
-        return Readout(state, hidden, self.early_exit_gate(hidden).squeeze(-1))
+        normed = self.norm(raw)
+        state = normed if self.config.loop_state == "normed" else raw
+        raw_coda = self.config.num_coda_layers > 0 and self.config.coda_input == "raw"
+        return Readout(state, raw if raw_coda else normed, self.early_exit_gate(normed).squeeze(-1))
 
     def run_coda(
         self, hidden: Float[Tensor, "B S D"], loop_idx: LoopIndex, context: AttentionContext
@@ -121,12 +124,25 @@ class LoopedTransformer(nn.Module):
             hidden = layer(hidden, context, loop_idx, {})
         return self.coda_norm(hidden)
 
-    def loops(self, embeds: Float[Tensor, "B S D"], num_loops: int, context: AttentionContext) -> Iterator[Readout]:
-        """Applies the core `num_loops` times to a whole sequence, yielding what each loop leaves behind."""
+    def loops(
+        self,
+        embeds: Float[Tensor, "B S D"],
+        num_loops: int,
+        context: AttentionContext,
+        backprop_loops: int | None = None,
+    ) -> Iterator[Readout]:
+        """Applies the core `num_loops` times to a whole sequence, yielding what each loop leaves behind.
+
+        backprop_loops: as in :meth:`forward`.
+        """
+        first = 0 if backprop_loops is None else num_loops - backprop_loops  # the first loop that carries gradient
         state = embeds
         for loop_idx in range(num_loops):
-            result = self.readout(self.run_core(state, loop_idx, embeds, context))
-            state = result.state
+            with torch.set_grad_enabled(torch.is_grad_enabled() and loop_idx >= first):
+                raw = self.run_core(state, loop_idx, embeds, context)
+            result = self.readout(raw)
+            # The readout of an early loop still teaches norm and gate; the next loop must not reach them through it.
+            state = result.state if loop_idx >= first else result.state.detach()
             yield result
 
     def forward(
@@ -137,6 +153,7 @@ class LoopedTransformer(nn.Module):
         document_ids: Int[Tensor, "B S"] | None = None,
         num_loops: int | None = None,
         cache: SequenceCache | None = None,
+        backprop_loops: int | None = None,
     ) -> LoopedOutput:
         """Runs all loops over a batch, and the coda after each.
 
@@ -145,10 +162,17 @@ class LoopedTransformer(nn.Module):
         after another one; not with a cache.
         position_ids: rotary positions; by default they count real tokens, or restart at each document.
         num_loops: depth of this call, R when None; may exceed R. Raises UserError below 1.
+        backprop_loops: truncated back-propagation (Huginn, arXiv 2502.05171): only the last so many applications
+            of the core carry gradient, and the state that enters the first of them is detached. Norm, gate and
+            coda learn at every loop. Embeddings and prelude then learn through the input injection and a tied head
+            alone, and not at all without either. None, or as many as there are loops: the full gradient. Raises
+            UserError below 1.
         """
         num_loops = check_num_loops(self.config.num_loops if num_loops is None else num_loops)
+        if backprop_loops is not None and backprop_loops < 1:
+            raise UserError(f"backprop_loops is {backprop_loops}; at least the last loop must carry gradient.")
         context = self.context(input_ids, attention_mask, position_ids, document_ids, cache)
-        results = list(self.loops(self.encode(input_ids, context), num_loops, context))
+        results = list(self.loops(self.encode(input_ids, context), num_loops, context, backprop_loops))
         return LoopedOutput(
             loop_hidden_states=tuple(self.run_coda(r.hidden, i, context) for i, r in enumerate(results)),
             gate_logits=torch.stack([r.gate_logits for r in results]),
@@ -173,18 +197,19 @@ class LoopedTransformer(nn.Module):
                 f"{seq_len} new ones."
             )
         index = torch.arange(past, past + seq_len, device=device)[None]  # (1, S)
-        mask = None
+        mask, dtype = None, self.embed_tokens.weight.dtype
+        if document_ids is not None and attention_mask is None and packs_in_blocks(document_ids, dtype):
+            mask = document_block_mask(document_ids)
         # A single new token may read everything cached; only padding or packing then needs a mask.
-        if attention_mask is not None or document_ids is not None or (past and seq_len > 1):
+        elif attention_mask is not None or document_ids is not None or (past and seq_len > 1):
             mask = causal_mask(index, past + seq_len, attention_mask, document_ids)
         if position_ids is None and document_ids is not None:
             position_ids = positions_from_documents(document_ids)
         elif position_ids is None and attention_mask is not None:
             position_ids = positions_from_mask(attention_mask)[:, past:]
         positions = index if position_ids is None else position_ids
-        cos, sin = rope_cos_sin(
-            positions, self.config.head_dim, self.config.rope_theta, self.embed_tokens.weight.dtype
-        )
+        config = self.config
+        cos, sin = rope_cos_sin(positions, config.head_dim, config.rope_theta, dtype, config.position_scaling)
         return AttentionContext(cos, sin, mask, cache)
 
 

@@ -65,9 +65,9 @@ class LayerLora(nn.ModuleDict):
 
 
 def project(
-    linear: nn.Linear, x: Float[Tensor, "B S I"], lora: tuple[Tensor, Tensor] | None
+    linear: nn.Module, x: Float[Tensor, "B S I"], lora: tuple[Tensor, Tensor] | None
 ) -> Float[Tensor, "B S O"]:
-    """linear(x), plus b(a(x)) where a correction is given."""
+    """linear(x), plus b(a(x)) where a correction is given. `linear` is nn.Linear, or what PEFT puts around it."""
     out = linear(x)
     if lora is None:
         return out

@@ -4,8 +4,8 @@ The head is applied to a few hundred tokens at a time and the gradient is formed
 logits nor their gradient ever exist for a whole batch, and the backward pass does not run the head again.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,7 +18,13 @@ IGNORE = -100
 """Label of a token that is not to be predicted, as in torch.nn.functional.cross_entropy."""
 
 CHUNK_LOGITS = 2**24
-"""Logits held at once: 64 MiB in float32."""
+"""Logits held at once, at least: 32 MiB in bfloat16. See `rows_in_chunk`."""
+
+TILE_LOGITS = {"cpu": 2**21}
+"""Logits whose softmax is taken at once: few enough to stay in a CPU's cache through all passes over them."""
+
+DEVICE_TILE_LOGITS = 2**25
+"""The same on a device, where a kernel should be large: 128 MiB in float32."""
 
 
 @runtime_checkable
@@ -35,7 +41,8 @@ class HasLoopStates(Protocol):
 class HasHead(Protocol):
     """A model that lends its LM head's weight: `apply_head(fn, *args)` is `fn(weight, *args)`.
 
-    Under FSDP2 that verb is a registered forward method: the weight is gathered once, however many chunks.
+    Under FSDP2 it is called inside a registered forward method (the shell's `within`): the weight is gathered once,
+    however many chunks.
     """
 
     def apply_head(self, function: Callable[..., Any], *args: Any) -> Any: ...
@@ -59,38 +66,86 @@ def token_weights(
     return mask.to(dtype) / count.clamp(min=1)
 
 
-@dataclass
-class _Chunked:
-    """One sweep of the head over all loops: token losses, and the gradients if they are wanted."""
+def rows_in_chunk(num_vocab: int, hidden_size: int, narrow: torch.dtype, wide: torch.dtype) -> int:
+    """Tokens that meet the head at once: their logits take as much memory as the head's gradient, or a little.
 
-    weight: Tensor  # (V, D), in the dtype of the matrix products
-    wide: torch.dtype  # dtype of the softmax and of all sums
-    d_weight: Tensor | None  # (V, D) in `wide`
+    Each chunk adds to that gradient, V * D numbers however few its tokens: with many small chunks this traffic
+    would cost as much as the matrix products.
+    """
+    return max(CHUNK_LOGITS // num_vocab, hidden_size * wide.itemsize // narrow.itemsize, 1)
+
+
+class _Head:
+    """Takes the head over chunks of tokens: their losses, and the gradients if they are wanted.
+
+    All large memory is taken once and used for every chunk of every loop.
+    """
+
+    def __init__(self, weight: Tensor, wide: torch.dtype, wants_gradients: bool, num_tokens: int) -> None:
+        """weight: (V, D), in the dtype of the matrix products. wide: dtype of the softmax and of all sums."""
+        self.weight, self.wide = weight, wide
+        num_vocab, hidden_size = weight.shape
+        self.num_rows = rows_in_chunk(num_vocab, hidden_size, weight.dtype, wide)
+        tile = TILE_LOGITS.get(weight.device.type, DEVICE_TILE_LOGITS)
+        self.tile_rows = max(1, tile // num_vocab)
+        held = max(1, min(self.num_rows, num_tokens))
+        self.logits = weight.new_empty(held, num_vocab)
+        same = weight.dtype == wide
+        self.tile = None if same else weight.new_empty(min(self.tile_rows, held), num_vocab, dtype=wide)
+        self.d_weight = torch.zeros_like(weight, dtype=wide) if wants_gradients else None
+        self.product = None if same or not wants_gradients else torch.empty_like(weight)
 
     def run(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """hidden (N, D), targets and weights (N,) -> losses (N,) and d(sum of weights * losses)/d hidden, or None."""
-        size = max(1, CHUNK_LOGITS // self.weight.shape[0])
-        parts = [
-            self._chunk(*part)
-            for part in zip(hidden.split(size), targets.split(size), weights.split(size), strict=True)
-        ]
-        losses = torch.cat([loss for loss, _ in parts])
-        grads = [grad for _, grad in parts if grad is not None]
-        return losses, torch.cat(grads) if grads else None
-
-    def _chunk(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         narrow = hidden.to(self.weight.dtype)
-        logits = (narrow @ self.weight.T).to(self.wide)  # (n, V)
-        log_z = logits.logsumexp(-1)
-        losses = log_z - logits.gather(-1, targets[:, None]).squeeze(-1)
-        if self.d_weight is None:
-            return losses, None
-        # d loss / d logits = softmax - one-hot, in place: this is the largest tensor of the whole objective.
-        d_logits = logits.sub_(log_z[:, None]).exp_()
-        d_logits[torch.arange(len(targets), device=targets.device), targets] -= 1
-        d_logits = d_logits.mul_(weights[:, None].to(self.wide)).to(self.weight.dtype)
-        self.d_weight += d_logits.T @ narrow
-        return losses, (d_logits @ self.weight).to(hidden.dtype)
+        losses = torch.empty_like(weights, dtype=self.wide)
+        d_hidden = torch.empty_like(narrow) if self.d_weight is not None else None
+        # Chunks of even size: a small last one would be slow.
+        parts = max(1, math.ceil(len(hidden) / self.num_rows))
+        places = zip(*(x.tensor_split(parts) for x in (narrow, targets, weights.to(self.wide), losses)), strict=True)
+        grads = d_hidden.tensor_split(parts) if d_hidden is not None else [None] * parts
+        for (states, labels, shares, found), grad in zip(places, grads, strict=True):
+            logits = torch.mm(states, self.weight.T, out=self.logits[: len(states)])
+            found.copy_(self._losses(logits, labels, shares))
+            if grad is not None:
+                self._add_to_d_weight(logits, states)
+                torch.mm(logits, self.weight, out=grad)
+        return losses, None if d_hidden is None else d_hidden.to(hidden.dtype)
+
+    def _losses(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Losses (n,) from logits (n, V), which become d(sum of weights * losses)/d logits if it is wanted."""
+        size = self.tile_rows
+        return torch.cat(
+            [
+                self._tile_losses(*part)
+                for part in zip(logits.split(size), targets.split(size), weights.split(size), strict=True)
+            ]
+        )
+
+    def _tile_losses(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        tile = logits if self.tile is None else self.tile[: len(logits)].copy_(logits)
+        top = tile.amax(-1, keepdim=True)
+        chosen = tile.gather(-1, targets[:, None])
+        total = tile.sub_(top).exp_().sum(-1, keepdim=True)
+        losses = (top + total.log() - chosen).squeeze(-1)
+        if self.d_weight is not None:
+            # d loss / d logits = softmax - one-hot.
+            tile.mul_(weights[:, None] / total).scatter_add_(-1, targets[:, None], -weights[:, None])
+            if tile is not logits:
+                logits.copy_(tile)
+        return losses
+
+    def _add_to_d_weight(self, d_logits: Tensor, hidden: Tensor) -> None:
+        assert self.d_weight is not None
+        if self.tile is None:
+            self.d_weight.addmm_(d_logits.T, hidden)
+            return
+        product = torch.mm(d_logits.T, hidden, out=self.product)
+        # By way of the tile: an addition of two dtypes would make a wide copy of the narrow one.
+        wide = self.tile.flatten()
+        size = len(wide)
+        for total, part in zip(self.d_weight.flatten().split(size), product.flatten().split(size), strict=True):
+            total += wide[: len(part)].copy_(part)
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):
@@ -105,8 +160,8 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         # needs_input_grad is told even under no_grad, where measuring a loss must not cost a backward pass.
         wanted = grad_enabled and any(ctx.needs_input_grad)
-        sweep = _Chunked(head.to(narrow), wide, head.new_zeros(head.shape, dtype=wide) if wanted else None)
         kept = (targets != IGNORE).flatten().nonzero().squeeze(-1)  # masked tokens never meet the head
+        sweep = _Head(head.to(narrow), wide, wanted, len(kept))
         losses = weights.new_zeros((len(hidden), targets.numel()), dtype=wide)
         grads = []
         for i, state in enumerate(hidden):

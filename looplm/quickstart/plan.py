@@ -1,6 +1,6 @@
 """What the quickstart trains and for how long: one plan in full, one for `--smoke`."""
 
-from looplm.training.recipe import Strict
+from looplm.strict import Strict
 from looplm.training.text_model import TextRecipe
 
 SHIPPED = "stdlib-small"

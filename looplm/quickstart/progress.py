@@ -9,7 +9,7 @@ from rich.console import Console
 
 from looplm.quickstart.plan import Plan
 from looplm.report.schema import Phase
-from looplm.training.telemetry import clock
+from looplm.training.telemetry_view import clock
 
 
 @dataclass

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from looplm.data.documents import DocumentSplit, split_documents
 from looplm.data.evaluation_windows import EvaluationWindows
-from looplm.data.packing import PackedDataset
 from looplm.data.stdlib_text import load_stdlib_text
 from looplm.errors import UserError
 from looplm.evaluation.exit_curve import TABLE_THRESHOLDS, exit_curve, gate_statistics
@@ -49,9 +48,10 @@ from looplm.report.schema import (
     TextModel,
 )
 from looplm.report.terminal import print_report
+from looplm.training.distributed import cpu_has_bf16
 from looplm.training.telemetry import Telemetry
-from looplm.training.text_model import Corpus, TextRecipe, new_model, prepare_corpus, train_stage
-from looplm.training.trainer import Trainer, cpu_has_bf16
+from looplm.training.text_model import Corpus, TextRecipe, new_model, prepare_corpus, train_stage, training_rows
+from looplm.training.trainer import Trainer
 
 SAMPLE_PROMPT = "def read_lines(path):\n"
 PROBE_STEPS = 16
@@ -72,8 +72,7 @@ def fresh_telemetry(out: Path, console: Console) -> Telemetry:
     """Telemetry of this run in `out`. What an earlier run wrote there is removed, since its files are appended to."""
     directory = out / "telemetry"
     (directory / "telemetry.jsonl").unlink(missing_ok=True)
-    for events in (directory / "tensorboard").glob("events.out.tfevents.*"):
-        events.unlink()
+    shutil.rmtree(directory / "tensorboard", ignore_errors=True)
     return Telemetry(directory, console)
 
 
@@ -203,7 +202,7 @@ def train_fold_model(plan: Plan, telemetry: Telemetry) -> FoldModel:
             "lookups; only the answer is ever shown to it, and a tenth of the expressions never. Then the gate alone."
         ),
         num_parameters=count_parameters(model.model.config).total,
-        training_steps=sum(stage.num_steps for stage in stages),
+        training_steps=plan.fold_steps + plan.fold_gate_steps,
         training_seconds=seconds,
         trained_loops=found.trained_loops,
         groups=found.groups,
@@ -220,9 +219,8 @@ def fit_to_time(plan: Plan, corpus: Corpus) -> TextRecipe:
     The pace is the median over some steps of a throw-away model: a moment's stutter must not halve the run.
     """
     recipe = plan.text
-    batches = PackedDataset(corpus.train, seq_len=recipe.seq_len, batch_size=recipe.batch_size, seed=recipe.seed)
-    stage = recipe.stage_one(recipe.num_loops, "pace").model_copy(update={"checkpoint_every": None})
-    trainer = Trainer(new_model(recipe, corpus, recipe.num_loops), stage, batches, Telemetry())
+    stage = recipe.stage_one(recipe.num_loops, "pace")
+    trainer = Trainer(new_model(recipe, corpus, recipe.num_loops), stage, training_rows(recipe, corpus), Telemetry())
     seconds: list[float] = []
     for _ in range(PROBE_STEPS):
         began = time.perf_counter()

@@ -6,7 +6,7 @@ from pathlib import Path
 from looplm.evaluation.exit_curve import GateStatistics
 from looplm.quickstart.plan import SHIPPED
 from looplm.report.schema import TrainingPoint
-from looplm.training.recipe import Strict
+from looplm.strict import Strict
 from looplm.training.telemetry import Record
 from looplm.training.text_model import TextRecipe
 
@@ -18,7 +18,7 @@ class TrainingLog(Strict):
 
     recipe: TextRecipe
     training_tokens: int
-    """Tokens predicted in Stage I."""
+    """Tokens trained on in Stage I."""
     stage_one_seconds: float
     stage_two_seconds: float
     machine: str

@@ -1,5 +1,7 @@
-"""Training: one explicit loop that draws batches, runs the model, weighs its loops and steps the optimizer.
+"""Training: stages that follow one another, each of them one explicit loop; resumable to the bit.
 
-Reading order: `recipe` (what a stage is) -> `schedule`, `optimizer` -> `trainer` (the loop) -> `telemetry`,
-`gate_alarm` (what it tells you) -> `checkpoint` (how it survives a kill).
+Reading order: `recipe`, `recipe_file` (what a run is) -> `run` (its stages) -> `trainer` (the loop of one stage) ->
+`micro_batches`, `forward` (a step's forward and backward), `depth`, `schedule`, `optimizer`, `layer_wrapping` ->
+`divergence`, `gate_alarm`, `telemetry`, `held_out` (what it tells you) -> `checkpoint`, `saving`, `interrupt` (how it
+survives a kill) -> `distributed` (how it runs on many devices). `plan` and `memory` work out a run without running it.
 """

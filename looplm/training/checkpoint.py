@@ -1,84 +1,239 @@
-"""Resumable training state in PyTorch's distributed checkpoint format, swapped in atomically.
+"""Checkpoints to resume from: one directory each, complete or not there at all.
 
-DCP uses pickle inside: resume your own runs only. What is meant for others is the safetensors directory
-that :mod:`looplm.hf.save` writes.
+    run_dir/checkpoints/<stage index>-<stage name>-<step>/
+        *.distcp, .metadata     parameters and optimizer state in PyTorch's distributed checkpoint format, written and
+                                read by any number of processes
+        progress.json           everything else: steps, position in the data, what the watches have seen
+
+What is being written lies beside them as `.tmp-...` until it is renamed. DCP uses pickle inside: resume your own runs
+only. What is meant for others is the safetensors directory that :mod:`looplm.hf.save` writes.
 """
 
+import json
+import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from looplm.errors import UserError
+from looplm.training.recipe import CheckpointsRecipe
+
+PROGRESS_FILE, METADATA_FILE = "progress.json", ".metadata"
+FRESH, ASIDE = ".tmp-new-", ".tmp-old-"
+"""Being written; set aside for a moment while another takes its name."""
+
+_NAME = re.compile(r"(\d+)-(.+)-(\d{8,})")
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """A complete checkpoint on disk. They sort in the order of training."""
+
+    stage_index: int
+    """0-based."""
+    step: int
+    """Optimizer steps of the stage that are done."""
+    stage: str
+    directory: Path
+
+    def progress(self) -> dict[str, Any]:
+        """What progress.json says. Raises UserError where it cannot be read."""
+        try:
+            return json.loads((self.directory / PROGRESS_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise damaged(self.directory, error) from error
+
+
+def checkpoint_name(stage_index: int, stage: str, step: int) -> str:
+    """Name of a checkpoint's directory."""
+    return f"{stage_index}-{stage}-{step:08d}"
+
+
+def read_name(directory: Path) -> Checkpoint | None:
+    """The checkpoint in a directory of that name, or None where the name is none of a checkpoint."""
+    match = _NAME.fullmatch(directory.name)
+    if match is None:
+        return None
+    return Checkpoint(int(match[1]), int(match[3]), match[2], directory)
+
+
+def list_checkpoints(root: Path) -> list[Checkpoint]:
+    """Complete checkpoints in `run_dir/checkpoints`, in the order of training."""
+    if not root.is_dir():
+        return []
+    found = [read_name(directory) for directory in root.iterdir() if directory.is_dir()]
+    return sorted(checkpoint for checkpoint in found if checkpoint is not None)
+
+
+def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
+    """The one to resume from: of the latest step of the latest stage, or None where there is none."""
+    return max(list_checkpoints(run_dir / "checkpoints"), default=None)
+
+
+def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The one with the lowest held-out loss, the later of equals; None where none was measured and can be read."""
+    measured: list[tuple[float, Checkpoint]] = []
+    for checkpoint in checkpoints:
+        try:
+            loss = checkpoint.progress()["held_out_loss"]
+        except UserError:  # damaged since: no reason to fail the save that looks for the best
+            continue
+        if loss is not None:
+            measured.append((loss, checkpoint))
+    return min(measured, key=lambda pair: (pair[0], -pair[1].step))[1] if measured else None
+
+
+def clear_leftovers(root: Path) -> None:
+    """Removes what a killed process left half-written, and puts back what it had set aside."""
+    for aside in root.glob(ASIDE + "*"):
+        home = root / aside.name.removeprefix(ASIDE)
+        if not home.exists():
+            aside.rename(home)
+    for leftover in (*root.glob(FRESH + "*"), *root.glob(ASIDE + "*")):
+        shutil.rmtree(leftover)
+
+
+def publish(fresh: Path, progress: dict[str, Any]) -> Path:
+    """Completes a freshly written directory and gives it its name, all of it on disk before. Returns where it is."""
+    root, home = fresh.parent, fresh.with_name(fresh.name.removeprefix(FRESH))
+    with (fresh / PROGRESS_FILE).open("w", encoding="utf-8") as file:
+        json.dump(progress, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_directory(fresh)
+    aside = root / (ASIDE + home.name)
+    if home.exists():
+        home.rename(aside)
+    fresh.rename(home)
+    _sync_directory(root)
+    shutil.rmtree(aside, ignore_errors=True)
+    return home
+
+
+def _sync_directory(directory: Path) -> None:
+    """Makes the names in a directory last through a power cut, where the system can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_older(root: Path, stage_index: int, keep: CheckpointsRecipe) -> None:
+    """Of one stage, keeps the last checkpoints and the best one. Other stages' are left alone."""
+    of_stage = [checkpoint for checkpoint in list_checkpoints(root) if checkpoint.stage_index == stage_index]
+    kept = set(of_stage[-keep.keep_last :])
+    best = best_checkpoint(of_stage) if keep.keep_best else None
+    for checkpoint in of_stage:
+        if checkpoint not in kept and checkpoint != best:
+            # Renamed first: a kill while removing must not leave half of it under a complete one's name.
+            doomed = root / (FRESH + checkpoint.directory.name)
+            checkpoint.directory.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_stages_before(run_dir: Path, stage_index: int) -> None:
+    """Removes the checkpoints of earlier stages, for when what they led to is saved elsewhere."""
+    root = run_dir / "checkpoints"
+    for checkpoint in list_checkpoints(root):
+        if checkpoint.stage_index < stage_index:
+            doomed = root / (FRESH + checkpoint.directory.name)
+            checkpoint.directory.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextmanager
-def single_process() -> Iterator[None]:
-    """DCP warns whenever it runs without a process group, which is what a laptop does."""
+def quiet_alone() -> Iterator[None]:
+    """DCP warns at every save and load without a process group, which is what a laptop does.
+
+    To be entered in the main thread: a writing thread's own filter would race with those of the main thread.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
-def save_state(directory: Path, state: dict[str, Any]) -> None:
-    """Writes `state` beside `directory` and renames it into place: a kill leaves the old state or the new one.
+# --- Tensors --------------------------------------------------------------------------------------------------------
 
-    Raises UserError when the disk is full or the directory cannot be written; the previous state then stands.
+
+def tensors_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Parameters and optimizer state by name, sharded or whole as they are; not copied.
+
+    The optimizer's hyperparameters stay out: they are the recipe's, which may change between runs.
     """
-    fresh, old = directory.with_name(directory.name + ".new"), directory.with_name(directory.name + ".old")
+    parameters, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+    moments = {name: value for name, value in optimizer_state.items() if name.startswith("state.")}
+    return {"model": parameters, "optimizer": moments}
+
+
+def load_tensors(directory: Path, model: nn.Module, optimizer: Any) -> None:
+    """Fills parameters and optimizer state from a checkpoint, written by however many processes.
+
+    Raises UserError when it is damaged, or of another model or of other trainable parameters; nothing is loaded then.
+    """
+    parameters, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+    state = tensors_of(model, optimizer)
     try:
-        if old.exists() and not directory.exists():
-            old.rename(directory)  # killed between the renames below: what was set aside is the only state there is
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        fresh.parent.mkdir(parents=True, exist_ok=True)
-        with single_process():
-            dcp.save(state, checkpoint_id=fresh)  # pyright: ignore[reportPrivateImportUsage]
-        if directory.exists():
-            directory.rename(old)
-        fresh.rename(directory)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, CheckpointException) as error:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise UserError(
-            f"The checkpoint {directory} could not be written: {_root(error)}. The previous one, if there was any, "
-            "is kept: make room or choose another run directory, and resume."
-        ) from error
+        _check_names(directory, state)
+        dcp.load(state, checkpoint_id=directory)  # pyright: ignore[reportPrivateImportUsage]
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:  # whatever unpickling half a file ends in
+        raise damaged(directory, error) from error
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=parameters | state["model"],
+        optim_state_dict=optimizer_state | state["optimizer"],
+        options=_OPTIONS,
+    )
 
 
-def load_state(directory: Path, state: dict[str, Any]) -> None:
-    """Fills `state` in place from `directory`, or from the copy set aside if a kill came between two renames.
+def _check_names(directory: Path, state: dict[str, Any]) -> None:
+    metadata = FileSystemReader(directory).read_metadata()
+    there = set(metadata.state_dict_metadata)
+    here = {f"{part}.{name}" for part, tensors in state.items() for name in tensors}
+    if there == here:
+        return
+    lacking, surplus = sorted(here - there), sorted(there - here)
+    differences = [
+        f"{what} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+        for what, names in (("it lacks", lacking), ("it holds besides", surplus))
+        if names
+    ]
+    raise UserError(
+        f"The checkpoint {directory} does not fit this run: {'; '.join(differences)}. Resume with the model and the "
+        "trainable parameters it was saved from."
+    )
 
-    Raises UserError when neither exists, and when what is there is damaged or of another shape than `state`.
-    """
-    old = directory.with_name(directory.name + ".old")
-    source = directory if directory.exists() else old
-    if not source.exists():
-        raise UserError(f"There is no checkpoint to resume at {directory}.")
-    try:
-        with single_process():
-            dcp.load(state, checkpoint_id=source)  # pyright: ignore[reportPrivateImportUsage]
-    except (OSError, CheckpointException) as error:
-        raise UserError(
-            f"The checkpoint {source} does not fit this run: {_root(error)}. Resume with the model and optimizer it "
-            "was saved from, or start again without it."
-        ) from error
+
+def damaged(directory: Path, error: BaseException) -> UserError:
+    """What to tell of a checkpoint that cannot be read."""
+    others = [checkpoint.directory.name for checkpoint in list_checkpoints(directory.parent)]
+    others = [name for name in others if name != directory.name]
+    advice = f"resume from another one ({', '.join(others)})" if others else "start again without it"
+    return UserError(f"The checkpoint {directory} cannot be read into this run: {root_cause(error)}. If it was cut or "
+                     f"overwritten, {advice}.")  # fmt: skip
 
 
-def _root(error: BaseException) -> Exception:
-    """What went wrong at first: DCP wraps it, and a write that fails then fails again while closing the file.
-
-    DCP wraps Ctrl-C too; that is raised again.
-    """
-    if isinstance(error, CheckpointException):
+def root_cause(error: BaseException) -> BaseException:
+    """What went wrong at first: DCP wraps it, and a write that fails then fails again while closing the file."""
+    if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     while error.__context__ is not None:
         error = error.__context__
-    if not isinstance(error, Exception):
-        raise error
     return error

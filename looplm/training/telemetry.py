@@ -1,4 +1,4 @@
-"""What a run tells: one record every few steps, to JSONL, TensorBoard, the terminal and memory."""
+"""What a run tells: one record every few steps, to JSONL, TensorBoard, W&B, the terminal and memory."""
 
 import json
 import math
@@ -9,63 +9,66 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
-from torch.utils.tensorboard import SummaryWriter
 
+from looplm.training.held_out import HeldOutRecord
+from looplm.training.recipe import WandbRecipe
+from looplm.training.telemetry_record import Record, scalars
+from looplm.training.telemetry_sinks import TensorBoardSink, WandbSink
+from looplm.training.telemetry_view import held_out_line, live_view, progress_line
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """The figures of one optimizer step, as its own forward computed them."""
-
-    stage: str
-    step: int
-    """Optimizer steps done."""
-    num_steps: int
-    tokens: int
-    """Tokens predicted so far in this stage."""
-    loss: float
-    loop_losses: list[float]
-    """Nats per token at every loop."""
-    exit_pdf: list[float]
-    """Mean over tokens."""
-    entropy: float
-    """Mean over tokens of H(exit pdf), nats."""
-    expected_loops: float
-    lr: float
-    grad_norm: float
-    tokens_per_second: float
-    seconds: float
-    """Since the stage began."""
+__all__ = ["Record", "Telemetry"]
 
 
 @dataclass
 class Telemetry:
-    """Collects records and passes each on; nothing here runs a forward or holds a tensor."""
+    """Collects records and passes each on; nothing here runs a forward or holds a tensor.
+
+    Of several ranks one has a directory and a console; the others collect in silence.
+    """
 
     run_dir: Path | None = None
-    """Where telemetry.jsonl and the TensorBoard events go; None keeps records in memory only."""
+    """Where telemetry.jsonl and the trackers' files go; None keeps records in memory only."""
     console: Console | None = None
     """Where progress is shown: live in a terminal, a line every `line_seconds` elsewhere; None for silence."""
     line_seconds: float = 10.0
     records: list[Record] = field(default_factory=list)
+    held_out: dict[tuple[str, int], HeldOutRecord] = field(default_factory=dict)
+    """Held-out measurements by stage and step."""
+    tensorboard: bool = True
+    """Write TensorBoard events, a directory a stage, if there is a run directory."""
+    wandb: WandbRecipe | None = None
+    """Log to Weights & Biases as well, if there is a run directory."""
+    run_config: dict[str, Any] = field(default_factory=dict)
+    """The resolved recipe, shown by W&B beside the curves."""
     _live: Live | None = None
-    _writer: SummaryWriter | None = None
+    _tensorboard: TensorBoardSink | None = None
+    _wandb: WandbSink | None = None
+    _warnings: list[tuple[str, int, str]] = field(default_factory=list)
     _last_line: float = -math.inf
 
     @property
     def path(self) -> Path | None:
-        """The JSONL file: a record a line, and warnings as objects with `stage`, `step` and `warning`."""
+        """The JSONL file: a record a line; warnings and held-out losses as objects with `stage`, `step` and
+        `warning` or `held_out`."""
         return self.run_dir / "telemetry.jsonl" if self.run_dir is not None else None
 
     @contextmanager
     def stage(self) -> Iterator[None]:
-        """Opens the sinks for one stage and closes them, also on an error."""
+        """Opens the sinks for one stage and closes them, also on an error; W&B stays open until :meth:`close`.
+
+        Raises UserError when W&B is asked for and not installed.
+        """
         if self.run_dir is not None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._writer = SummaryWriter(str(self.run_dir / "tensorboard"))
+            if self.tensorboard:
+                self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard")
+            if self.wandb is not None and self._wandb is None:
+                self._wandb = WandbSink(self.wandb, self.run_dir, self.run_config)
+                if self._wandb.url is not None:
+                    self._print(f"Weights & Biases: {self._wandb.url}")
         if self.console is not None and self.console.is_terminal:
             self._live = Live(console=self.console, transient=False, refresh_per_second=4)
             self._live.start()
@@ -74,30 +77,52 @@ class Telemetry:
         finally:
             if self._live is not None:
                 self._live.stop()
-            if self._writer is not None:
-                self._writer.close()
-            self._live, self._writer = None, None
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+            self._live, self._tensorboard = None, None
+
+    def close(self) -> None:
+        """Ends the W&B run, if there is one: the last stage is done."""
+        if self._wandb is not None:
+            self._wandb.close()
+        self._wandb = None
 
     def log(self, record: Record) -> None:
         """Takes one record."""
         self.records.append(record)
-        self._append(asdict(record))
-        if self._writer is not None:
-            self._write_scalars(self._writer, record)
+        self._append({name: value for name, value in asdict(record).items() if value is not None})
+        self._track(record.stage, record.step, scalars(record))
         if self._live is not None:
-            self._live.update(live_view(record))
-        elif self.console is not None and (time.monotonic() - self._last_line > self.line_seconds or _is_last(record)):
+            self._show_live()
+        elif time.monotonic() - self._last_line > self.line_seconds or record.step == record.num_steps:
             self._last_line = time.monotonic()
-            self.console.print(progress_line(record), highlight=False, markup=False, soft_wrap=True)
+            self._print(progress_line(record))
+
+    def log_held_out(self, stage: str, step: int, measured: HeldOutRecord) -> None:
+        """Takes what was measured on held-out text after a step."""
+        self.held_out[stage, step] = measured
+        self._append({"stage": stage, "step": step, "held_out": asdict(measured)})
+        named: dict[str, float] = {}
+        for loop, (nats, bits) in enumerate(zip(measured.loop_losses, measured.bits_per_byte, strict=True), start=1):
+            named[f"held_out_loss/{loop}"], named[f"held_out_bits_per_byte/{loop}"] = nats, bits
+        self._track(stage, step, named)
+        if self._live is not None:
+            self._show_live()
+        else:
+            self._print(held_out_line(stage, step, measured))
 
     def warn(self, stage: str, step: int, message: str) -> None:
         """Shows a warning and keeps it in the JSONL file."""
+        self._warnings.append((stage, step, message))
         self._append({"stage": stage, "step": step, "warning": message})
         if self.console is not None:
             self.console.print(Text(f"{stage}, step {step}: {message}", style="bold yellow"))
 
     def rewind(self, stage: str, step: int) -> None:
-        """Takes back what was told of `stage` after `step`, and reads what an earlier process told before it."""
+        """Takes back what was told of `stage` after `step`, and reads what an earlier process told before it.
+
+        TensorBoard takes it back when the stage is told again; a W&B run keeps the old points beside the new.
+        """
         if self.path is not None and self.path.exists():
             # A kill may have left the last line unfinished.
             lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
@@ -105,62 +130,46 @@ class Telemetry:
             fresh = self.path.with_suffix(".new")
             fresh.write_text("".join(json.dumps(entry) + "\n" for entry in told), encoding="utf-8")
             fresh.replace(self.path)
-            self.records = [Record(**entry) for entry in told if "warning" not in entry]
+            self._read(told)
         self.records = [record for record in self.records if record.stage != stage or record.step <= step]
+        self.held_out = {at: found for at, found in self.held_out.items() if at[0] != stage or at[1] <= step}
+        self._warnings = [warning for warning in self._warnings if warning[0] != stage or warning[1] <= step]
+
+    def _read(self, entries: list[dict[str, Any]]) -> None:
+        """Replaces what is in memory by the entries of a file."""
+        self.records, self.held_out, self._warnings = [], {}, []
+        for entry in entries:
+            stage, step = entry["stage"], entry["step"]
+            if "warning" in entry:
+                self._warnings.append((stage, step, entry["warning"]))
+            elif "held_out" in entry:
+                self.held_out[stage, step] = HeldOutRecord(**entry["held_out"])
+            else:
+                self.records.append(Record(**entry))
 
     def _append(self, entry: dict[str, Any]) -> None:
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
 
-    @staticmethod
-    def _write_scalars(writer: SummaryWriter, record: Record) -> None:
-        step, stage = record.step, record.stage
-        for name in ("loss", "entropy", "expected_loops", "lr", "grad_norm", "tokens_per_second"):
-            writer.add_scalar(f"{stage}/{name}", asdict(record)[name], step)
-        for loop, (loss, share) in enumerate(zip(record.loop_losses, record.exit_pdf, strict=True), start=1):
-            writer.add_scalar(f"{stage}/loop_loss/{loop}", loss, step)
-            writer.add_scalar(f"{stage}/exit_pdf/{loop}", share, step)
+    def _track(self, stage: str, step: int, named: dict[str, float]) -> None:
+        for sink in (self._tensorboard, self._wandb):
+            if sink is not None:
+                sink.log(stage, step, named)
 
+    def _print(self, line: str) -> None:
+        if self.console is not None:
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-def _is_last(record: Record) -> bool:
-    return record.step == record.num_steps
-
-
-def seconds_left(record: Record) -> float:
-    """Seconds until the stage ends, at the mean pace so far."""
-    return record.seconds / record.step * (record.num_steps - record.step)
-
-
-def clock(seconds: float) -> str:
-    """m:ss."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def progress_line(record: Record) -> str:
-    """One line for a log file."""
-    losses = " ".join(f"{loss:.3f}" for loss in record.loop_losses)
-    shares = " ".join(f"{share:.2f}" for share in record.exit_pdf)
-    return (
-        f"{record.stage} {record.step}/{record.num_steps}  {clock(seconds_left(record))} left  "
-        f"loss by loop {losses}  exit pdf {shares}  H {record.entropy:.2f}  {record.tokens_per_second:,.0f} tokens/s"
-    )
-
-
-def live_view(record: Record) -> Group:
-    """The live display: progress and time left, then loss and exit share of every loop as bars."""
-    done = record.step / record.num_steps
-    head = Text.assemble(
-        (f"{record.stage}  ", "bold"),
-        ("█" * round(30 * done) + "░" * (30 - round(30 * done)), "cyan"),
-        f"  {record.step}/{record.num_steps} steps  {clock(seconds_left(record))} left  "
-        f"{record.tokens_per_second:,.0f} tokens/s",
-    )
-    table = Table(box=None, pad_edge=False)
-    for column, justify in (("loop", "right"), ("nats per token", "right"), ("exit share", "left")):
-        table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
-    for loop, (loss, share) in enumerate(zip(record.loop_losses, record.exit_pdf, strict=True), start=1):
-        table.add_row(str(loop), f"{loss:.4f}", Text("█" * round(40 * share), style="magenta") + f" {share:.2f}")
-    full = math.log(len(record.exit_pdf)) if len(record.exit_pdf) > 1 else 1.0
-    gate = f"gate entropy {record.entropy:.2f} ({record.entropy / full:.0%} of even)  lr {record.lr:.1e}"
-    return Group(head, table, Text(gate, style="dim"))
+    def _show_live(self) -> None:
+        if self._live is None or not self.records:
+            return
+        stage = self.records[-1].stage
+        measured = [found for at, found in self.held_out.items() if at[0] == stage]
+        self._live.update(
+            live_view(
+                [record for record in self.records if record.stage == stage],
+                held_out=measured[-1] if measured else None,
+                warnings=[f"step {step}: {message}" for name, step, message in self._warnings if name == stage],
+            )
+        )

@@ -15,20 +15,28 @@ from transformers import PreTrainedTokenizerBase
 
 from looplm.data.documents import Document, DocumentSplit
 from looplm.data.evaluation_windows import EvaluationWindows, evaluation_windows
-from looplm.data.packing import PackedDataset, TokenStream, tokenize_documents
+from looplm.data.packing import TokenStream, tokenize_documents
+from looplm.data.rows import RowStream
 from looplm.data.tokenizer import train_tokenizer
 from looplm.hf.config import LoopLMConfig
 from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.strict import Strict
+from looplm.training.checkpoint import list_checkpoints
+from looplm.training.distributed import cpu_has_bf16
 from looplm.training.recipe import (
+    CheckpointsRecipe,
     ExpectedLossRecipe,
     GateLossRecipe,
     OptimizerRecipe,
     ScheduleRecipe,
     StageRecipe,
-    Strict,
 )
+from looplm.training.rows import LoadedRows
 from looplm.training.telemetry import Telemetry
-from looplm.training.trainer import Trainer, cpu_has_bf16
+from looplm.training.trainer import Trainer
+
+CHECKPOINTS = CheckpointsRecipe(every=1000, keep_last=1)
+"""Where there is a run directory."""
 
 
 class TextRecipe(Strict):
@@ -85,13 +93,14 @@ class TextRecipe(Strict):
         return StageRecipe(
             name=name,
             num_steps=self.num_steps,
+            seq_len=self.seq_len,
+            batch_tokens=self.batch_size * self.seq_len,
             num_loops=num_loops,
             objective=ExpectedLossRecipe(beta=self.beta, smoothing=self.smoothing),
             optimizer=OptimizerRecipe(lr=self.lr),
             schedule=ScheduleRecipe(warmup_steps=min(self.warmup_steps, self.num_steps // 4)),
             precision="bf16" if cpu_has_bf16() else "fp32",
             compile=self.compile,
-            checkpoint_every=1000,
         )
 
     def stage_two(self, name: str) -> StageRecipe:
@@ -99,6 +108,8 @@ class TextRecipe(Strict):
         return StageRecipe(
             name=name,
             num_steps=self.num_gate_steps,
+            seq_len=self.seq_len,
+            batch_tokens=self.batch_size * self.seq_len,
             num_loops=self.num_loops,
             objective=GateLossRecipe(),
             optimizer=OptimizerRecipe(lr=self.gate_lr, weight_decay=0.0),
@@ -136,7 +147,7 @@ class StageResult:
     """One finished stage."""
 
     tokens: int
-    """Tokens predicted in training."""
+    """Tokens trained on, rows times their length."""
     seconds: float
 
 
@@ -153,6 +164,11 @@ def new_model(recipe: TextRecipe, corpus: Corpus, num_loops: int) -> LoopLMForCa
     return model
 
 
+def training_rows(recipe: TextRecipe, corpus: Corpus) -> LoadedRows:
+    """The corpus's training part in rows, from the start."""
+    return LoadedRows(RowStream.of_tokens(corpus.train, seq_len=recipe.seq_len, seed=recipe.seed))
+
+
 def train_stage(
     model: LoopLMForCausalLM,
     stage: StageRecipe,
@@ -161,16 +177,21 @@ def train_stage(
     telemetry: Telemetry,
     run_dir: Path | None = None,
     resume: bool = False,
+    *,
+    stage_index: int = 0,
+    checkpoints: CheckpointsRecipe = CHECKPOINTS,
 ) -> StageResult:
-    """Runs one stage over the corpus's training part, from the last checkpoint in `run_dir` if asked to resume.
+    """Runs one stage over the corpus's training part, from its last checkpoint in `run_dir` if asked to resume.
 
     Without a `run_dir` no checkpoints are written.
     """
-    batches = PackedDataset(corpus.train, seq_len=recipe.seq_len, batch_size=recipe.batch_size, seed=recipe.seed)
-    if run_dir is None:
-        stage = stage.model_copy(update={"checkpoint_every": None})
-    trainer = Trainer(model, stage, batches, telemetry, run_dir)
-    if resume:
-        trainer.resume()
+    trainer = Trainer(
+        model, stage, training_rows(recipe, corpus), telemetry, run_dir,
+        seed=recipe.seed, checkpoints=checkpoints if run_dir is not None else None, stage_index=stage_index,
+    )  # fmt: skip
+    if resume and run_dir is not None:
+        own = [c for c in list_checkpoints(run_dir / "checkpoints") if c.stage_index == stage_index]
+        if own:
+            trainer.resume(own[-1].directory)
     trainer.run()
     return StageResult(tokens=trainer.tokens, seconds=trainer.seconds)

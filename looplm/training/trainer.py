@@ -1,221 +1,400 @@
-"""The training loop: draw, forward, weigh the loops, backward, clip, step, tell."""
+"""The training loop: draw, forward, weigh the loops, backward, clip, judge, step, tell, save.
 
-import math
+Nothing in a step depends on what was drawn before it: the depth is a function of (seed, step), rows come from a
+stream that knows its position, and torch's generator is seeded from (seed, stage, step, rank) at every step of a run.
+So a checkpoint holds no random state, and a resumed run is the straight run, bit for bit.
+"""
+
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from looplm.errors import UserError
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.objectives import expected_loss, gate_loss
-from looplm.objectives.cross_entropy import IGNORE
-from looplm.training.checkpoint import load_state, save_state
-from looplm.training.gate_alarm import gate_alarm
-from looplm.training.optimizer import build_optimizer, freeze_for
-from looplm.training.recipe import ExpectedLossRecipe, StageRecipe
+from looplm.objectives.expected_loss import Metrics
+from looplm.training.checkpoint import (
+    checkpoint_name,
+    list_checkpoints,
+    load_tensors,
+    quiet_alone,
+    read_name,
+    tensors_of,
+)
+from looplm.training.depth import depth_of_step
+from looplm.training.distributed import Ranks, gathered_no_more, shard
+from looplm.training.divergence import DivergenceWatch, Verdict
+from looplm.training.gate_alarm import GateAlarm
+from looplm.training.gradients import measure_state_gradients
+from looplm.training.held_out import HeldOut
+from looplm.training.interrupt import Interrupted, StopSignals
+from looplm.training.layer_wrapping import wrap_layers
+from looplm.training.memory import fit_micro_batch_rows
+from looplm.training.micro_batches import accumulate, agree, autocast
+from looplm.training.optimizer import OptimizerState, build_optimizer, carry_over, freeze_for
+from looplm.training.pace import Pace
+from looplm.training.recipe import CheckpointsRecipe, StageRecipe
+from looplm.training.rows import Batch, Rows
+from looplm.training.saving import Saver
 from looplm.training.schedule import learning_rate_share
+from looplm.training.steps import StepPlan
 from looplm.training.telemetry import Record, Telemetry
-
-Batch = dict[str, Tensor]
-
-
-class BatchStream(Protocol):
-    """Endless batches of input_ids, labels and document_ids, all (B, S), that can be resumed where they stood."""
-
-    def __next__(self) -> Batch: ...
-    def __iter__(self) -> Iterator[Batch]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware; without it bf16 autocast is slower than float32."""
-    # There is no public query; these two are what PyTorch's own kernels ask.
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+from looplm.training.telemetry_device import peak_memory_bytes
+from looplm.training.telemetry_record import depth_fields
 
 
 class Trainer:
-    """Runs one stage over one model. Telemetry comes from the same forward that trains.
+    """Runs one stage over one model, in one process or as one of many. Telemetry comes from the forward that trains.
 
-    Raises UserError when the loss or the gradient stops being finite, naming the step; the parameters are then
-    still those before it, and the last checkpoint in `run_dir` is untouched.
+    Args:
+        model: on the device it is to be trained on; sharded here where there is a process group.
+        rows: of which each step takes this rank's share.
+        telemetry: of several ranks, one should have sinks.
+        run_dir: where checkpoints go, and whether there are any. With it, SIGTERM and Ctrl-C finish the step, save
+            and raise :class:`~looplm.training.interrupt.Interrupted`; without it, they do what they always do.
+        seed: of the depths and whatever else a step draws.
+        num_steps: where the stage's own length is in epochs; None to take it from the recipe.
+        held_out, held_out_every: what is measured every so many steps, and after the last one.
+        state_gradients_every: steps between measurements of the gradient entering each loop and layer.
+        optimizer_state: what the stage before left (:func:`~looplm.training.optimizer.optimizer_state`); taken over
+            if it trained the same parameters, unless the recipe wants fresh moments.
+        stage_index: place of the stage in its run, 0-based; orders checkpoints.
+
+    Raises UserError for a batch that the ranks cannot share and for checkpoints without a place. `run` raises it when
+    the loss or gradient is not finite or jumps, and the recipe says to stop: the step is named, and the parameters are
+    those before it.
     """
 
     def __init__(
         self,
         model: LoopLMForCausalLM,
         stage: StageRecipe,
-        batches: BatchStream,
+        rows: Rows,
         telemetry: Telemetry,
         run_dir: Path | None = None,
+        *,
+        seed: int = 0,
+        num_steps: int | None = None,
+        checkpoints: CheckpointsRecipe | None = None,
+        held_out: HeldOut | None = None,
+        held_out_every: int | None = None,
+        state_gradients_every: int | None = None,
+        optimizer_state: OptimizerState | None = None,
+        stage_index: int = 0,
     ) -> None:
-        if stage.checkpoint_every is not None and run_dir is None:
-            raise UserError(
-                f"Stage {stage.name!r} asks for a checkpoint every {stage.checkpoint_every} steps, but there is no "
-                "run directory to write it to."
-            )
-        self.model, self.stage, self.batches, self.telemetry = model, stage, batches, telemetry
-        self.state_dir = run_dir / f"{stage.name}.state" if run_dir is not None else None
+        self.model, self.stage, self.rows, self.telemetry = model, stage, rows, telemetry
+        self.seed, self.stage_index = seed, stage_index
+        self.held_out, self.held_out_every = held_out, held_out_every
+        self.state_gradients_every = state_gradients_every
+        self.checkpoints = checkpoints or CheckpointsRecipe()
+        self.ranks = Ranks.current()
+        self.plan = StepPlan(stage, num_steps)
+        self.plan.check_ranks(self.ranks.world_size)
+        self.saver = self._saver(run_dir)
         self.step = self.tokens = 0
+        """Optimizer steps done, those left out included, and tokens (positions) they have read on all ranks."""
         self.seconds = 0.0
         """Spent in this stage, before a resume too."""
-        self.alarmed = False
-        freeze_for(model, stage.objective)
+        self.watch = DivergenceWatch(stage.divergence)
+        self.pace = Pace(model.model.config, stage, self.ranks.device, self.ranks.world_size)
+        self.alarm = GateAlarm(stage.objective)
+        self._held_out_loss: float | None = None
+        self._fitting_rows: dict[int, int] = {}
+        """By rows of a step: those of a micro-batch."""
+        self._signals = StopSignals()
+        self._asked_to_stop: int | None = None
+        freeze_for(model, stage.objective, stage.freeze)
+        shard(model, self.ranks)
+        wrap_layers(model, stage.compile, stage.activation_checkpointing)
         self.optimizer = build_optimizer(model, stage.optimizer)
-        if stage.compile:
-            for layer in (*model.model.prelude, *model.model.layers, *model.model.coda):
-                layer.compile()
+        if optimizer_state is not None and not stage.reset_optimizer:
+            carry_over(model, self.optimizer, optimizer_state)
+
+    def _saver(self, run_dir: Path | None) -> Saver | None:
+        if run_dir is not None:
+            return Saver(run_dir / "checkpoints", self.stage_index, self.checkpoints, self.ranks)
+        if self.checkpoints.every is not None:
+            raise UserError(
+                f"Stage {self.stage.name!r} asks for a checkpoint every {self.checkpoints.every} steps, but there is "
+                "no run directory to write it to."
+            )
+        return None
+
+    # --- The run ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Trains from the current step to the end of the stage; leaves the model in eval mode."""
-        self.model.train()
-        began = time.perf_counter() - self.seconds
-        window_seconds, window_tokens = self.seconds, self.tokens
-        with self.telemetry.stage():
-            while self.step < self.stage.num_steps:
-                metrics = self.train_step()
-                self.seconds = time.perf_counter() - began
-                if self.step % self.stage.log_every == 0 or self.step in (1, self.stage.num_steps):
-                    pace = (self.tokens - window_tokens) / (self.seconds - window_seconds)
-                    window_seconds, window_tokens = self.seconds, self.tokens
-                    self._tell(metrics, pace)
-                every = self.stage.checkpoint_every
-                if every is not None and self.step % every == 0:
-                    self.save()
-        self.model.eval()
+        """Trains from the current step to the end of the stage; leaves the model in eval mode, its layers bare.
 
-    def train_step(self) -> dict[str, Tensor]:
-        """One optimizer step. Returns the objective's metrics and `grad_norm`, `lr`."""
-        lr = self.stage.optimizer.lr * learning_rate_share(self.stage.schedule, self.step, self.stage.num_steps)
+        The last step is measured and saved too. Torch's global random state is left as it was.
+        """
+        self._refuse_a_later_checkpoint()
+        self.model.train()
+        with ExitStack() as stack:
+            gpus = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices=gpus))
+            stack.enter_context(quiet_alone())
+            stack.enter_context(self.telemetry.stage())
+            if self.saver is not None:
+                stack.enter_context(self.saver)
+                self._signals = stack.enter_context(StopSignals())
+            began = time.perf_counter() - self.seconds
+            while self.step < self.plan.num_steps:
+                torch.manual_seed(step_seed(self.seed, self.stage_index, self.step, self.ranks.rank))
+                result = self.train_step()
+                self.seconds = time.perf_counter() - began
+                if self._is_told(result):
+                    self._tell(result)
+                self._after_step()
+            if self.saver is not None:
+                self.saver.finish()
+        self.model.eval()
+        wrap_layers(self.model, False, "none")
+
+    def _after_step(self) -> None:
+        """Measures and saves where it is due, and leaves where that was asked."""
+        last = self.step == self.plan.num_steps
+        stop = self._asked_to_stop
+        if stop is None and self.held_out is not None and (last or is_due(self.held_out_every, self.step)):
+            self._measure_held_out(self.held_out)
+        if self.saver is None:
+            return
+        self._tell_of_failed_save()
+        if stop is None and (last or is_due(self.checkpoints.every, self.step)):
+            self._begin_save(self.saver)
+        elif stop is not None:
+            raise Interrupted(stop, self.step, self.save())
+
+    def train_step(self) -> "StepResult":
+        """One optimizer step.
+
+        A loss or gradient that the recipe wants left out leaves parameters and optimizer untouched; the step counts.
+        """
+        began, step = time.perf_counter(), self.step
+        num_loops = depth_of_step(self.stage, self.model.model.config.num_loops, self.seed, step)
+        lr = self.stage.optimizer.lr * learning_rate_share(self.stage.schedule, step, self.plan.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()  # of what an interrupted step may have left
-        micro_batches = [next(self.batches) for _ in range(self.stage.micro_batches)]
-        # The mean is over the tokens of the whole batch: a mean of micro-batch means would weigh them unevenly.
-        num_tokens = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in micro_batches)
-        total: dict[str, Tensor] = {}
-        for batch in micro_batches:
-            loss, metrics = self._objective(batch, num_tokens)
-            loss.backward()
-            total = {name: total[name] + value if total else value for name, value in metrics.items()}
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        grad_norm = clip_grad_norm_(trainable, self.stage.optimizer.grad_clip)
-        if not math.isfinite(float(total["loss"])) or not math.isfinite(float(grad_norm)):
-            raise UserError(self._diverged(total["loss"], grad_norm))
-        self.optimizer.step()
+        batch = self._take(self.plan.rows_at(step) // self.ranks.world_size)
+        measured = is_due(self.state_gradients_every, step + 1)
+        with measure_state_gradients(self.model.model) if measured else nullcontext() as gradients:
+            own = accumulate(
+                self.model, batch, self.stage, self.ranks,
+                num_loops=num_loops, micro_batch_rows=self._micro_batch_rows(len(batch["input_ids"])),
+            )  # fmt: skip
+        metrics, self._asked_to_stop = agree(own, self._signals.received, self.ranks)
+        grad_norm = self._clip()
+        verdict = self.watch.judge(float(metrics["loss"]), grad_norm)
+        if verdict.action in ("go", "warn"):
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        self.step += 1
-        self.tokens += num_tokens
-        return {**total, "grad_norm": grad_norm, "lr": torch.tensor(lr)}
+        self.step, self.tokens, self._held_out_loss = step + 1, self.plan.tokens_before(step + 1), None
+        self.pace.add(time.perf_counter() - began, self.tokens - self.plan.tokens_before(step), num_loops)
+        if verdict.action != "go":
+            self._act_on(verdict)
+        norms = None if gradients is None else gradients.norms(num_loops).tolist()
+        return StepResult(metrics, grad_norm, lr, num_loops, norms)
 
-    def _objective(self, batch: Batch, num_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-        device = self.model.device
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        bf16 = self.stage.precision == "bf16"
-        with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
-            output = self.model.model(
-                batch["input_ids"], document_ids=batch["document_ids"], num_loops=self.stage.num_loops
+    def _take(self, num_rows: int) -> Batch:
+        batch = self.rows.take(num_rows)
+        shape, wanted = tuple(batch["input_ids"].shape), (num_rows, self.stage.seq_len)
+        if shape != wanted:
+            raise UserError(
+                f"Stage {self.stage.name!r} wants {wanted[0]} rows of seq_len {wanted[1]}, and the data gives "
+                f"{' x '.join(map(str, shape))}."
             )
-            recipe = self.stage.objective
-            if isinstance(recipe, ExpectedLossRecipe):
-                return expected_loss(
-                    self.model, output, batch["labels"],
-                    beta=recipe.beta, smoothing=recipe.smoothing, num_tokens=num_tokens,
-                )  # fmt: skip
-            return gate_loss(
-                self.model, output, batch["labels"], label_shift=recipe.label_shift, num_tokens=num_tokens
-            )
+        return batch
 
-    def _tell(self, metrics: dict[str, Tensor], pace: float) -> None:
+    def _micro_batch_rows(self, num_rows: int) -> int:
+        """Rows of one forward: the recipe's, or as many of this rank's as fit."""
+        memory = self.ranks.memory_bytes()
+        if self.stage.micro_batch_rows is not None or memory is None:
+            return self.stage.micro_batch_rows or num_rows
+        if num_rows not in self._fitting_rows:
+            config, num_devices = self.model.model.config, self.ranks.world_size
+            self._fitting_rows[num_rows] = fit_micro_batch_rows(config, self.stage, num_rows, memory, num_devices)
+        return self._fitting_rows[num_rows]
+
+    def _clip(self) -> float:
+        """Clips the whole gradient to the recipe's norm; returns the norm it had."""
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        norm = clip_grad_norm_(trainable, self.stage.optimizer.grad_clip)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _measure_held_out(self, held_out: HeldOut) -> None:
+        with autocast(self.stage, self.ranks):
+            measured = held_out.measure(self.model)
+        gathered_no_more(self.model)
+        depth = min(self.model.model.config.num_loops, held_out.max_loops)
+        self._held_out_loss = measured.loop_losses[depth - 1]
+        with self._telling():
+            self.telemetry.log_held_out(self.stage.name, self.step, measured)
+
+    # --- What is told -----------------------------------------------------------------------------------------------
+
+    def _is_told(self, result: "StepResult") -> bool:
+        first_or_last = self.step in (1, self.plan.num_steps)
+        return first_or_last or is_due(self.stage.log_every, self.step) or result.state_gradients is not None
+
+    def _tell(self, result: "StepResult") -> None:
+        tokens_per_second, flops_utilisation = self.pace.take()
         record = Record(
             stage=self.stage.name,
             step=self.step,
-            num_steps=self.stage.num_steps,
+            num_steps=self.plan.num_steps,
             tokens=self.tokens,
-            loss=float(metrics["loss"]),
-            loop_losses=metrics["loop_losses"].tolist(),
-            exit_pdf=metrics["exit_pdf"].tolist(),
-            entropy=float(metrics["entropy"]),
-            expected_loops=float(metrics["expected_loops"]),
-            lr=float(metrics["lr"]),
-            grad_norm=float(metrics["grad_norm"]),
-            tokens_per_second=pace,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            tokens_per_second=tokens_per_second,
             seconds=self.seconds,
+            num_loops=result.num_loops,
+            state_gradients=result.state_gradients,
+            flops_utilisation=flops_utilisation,
+            memory_bytes=peak_memory_bytes(self.ranks.device),
+            num_skipped=self.watch.num_skipped,
+            num_spikes=self.watch.num_spikes,
+            **depth_fields(result.metrics),
         )
-        self.telemetry.log(record)
-        recipe = self.stage.objective
-        alarm = gate_alarm(record.exit_pdf, recipe.beta if isinstance(recipe, ExpectedLossRecipe) else None)
-        if alarm is not None and not self.alarmed:
-            self.telemetry.warn(self.stage.name, self.step, alarm)
-        self.alarmed = alarm is not None
+        with self._telling():
+            self.telemetry.log(record)
+        for warning in self.alarm.check(record):
+            self._warn(warning)
 
-    def _diverged(self, loss: Tensor, grad_norm: Tensor) -> str:
-        kept = f" The last checkpoint is {self.state_dir}." if self.state_dir and self.state_dir.exists() else ""
-        return (
-            f"Stage {self.stage.name!r} diverged at step {self.step + 1}: loss {float(loss)}, gradient norm "
-            f"{float(grad_norm)}. The parameters are those of step {self.step}.{kept} Lower the learning rate, "
-            "lengthen the warmup, or look at the batch."
-        )
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"Stage {self.stage.name!r}, step {self.step}: telemetry could not be written: {error}. Make room, "
+                "and resume from the last checkpoint."
+            ) from error
 
-    def save(self) -> None:
-        """Writes all that resuming needs, atomically. Raises UserError without a run directory or on a full disk."""
-        if self.state_dir is None:
-            raise UserError("This trainer has no run directory to save to.")
-        save_state(self.state_dir, self._state())
+    def _warn(self, message: str) -> None:
+        with self._telling():
+            self.telemetry.warn(self.stage.name, self.step, message)
 
-    def resume(self) -> None:
-        """Continues from the last `save`, bit for bit: parameters, optimizer, data position, random state.
+    def _act_on(self, verdict: Verdict) -> None:
+        """Warns of a step that was not plainly good; on "stop" saves the state before it and raises UserError."""
+        if verdict.action == "warn":
+            self._warn(f"Spike: {verdict.reason}.")
+        elif verdict.action == "skip":
+            self._warn(f"Step left out: {verdict.reason}.")
+        else:
+            kept = f", saved in {self.save()}; resuming goes on behind this batch" if self.saver is not None else ""
+            raise UserError(
+                f"Stage {self.stage.name!r} diverged at step {self.step}: {verdict.reason}. The parameters are those "
+                f"of step {self.step - 1}{kept}. Lower the learning rate, lengthen the warmup, look at the batch, or "
+                "set divergence to skip such steps."
+            )
 
-        What telemetry was told after that save is taken back, since the resumed run tells it again. Raises
-        UserError when there is no such state, or one of another model, optimizer or data.
+    # --- Saving and resuming ----------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Writes all that resuming needs and returns where it is, once it is there.
+
+        Raises UserError without a run directory or on a full disk; checkpoints before it and the state in memory are
+        as they were, and saving can be tried again.
         """
-        if self.state_dir is None:
-            raise UserError("This trainer has no run directory to resume from.")
-        state = self._state()
-        load_state(self.state_dir, state)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.batches.load_state_dict(state["data"])
-        torch.set_rng_state(state["rng"])
-        progress = state["progress"]
+        if self.saver is None:
+            raise UserError("This trainer has no run directory to save to.")
+        with quiet_alone():
+            self._begin_save(self.saver)
+            self.saver.finish()
+        return self.saver.root / self._name()
+
+    def _name(self) -> str:
+        return checkpoint_name(self.stage_index, self.stage.name, self.step)
+
+    def _begin_save(self, saver: Saver) -> None:
+        progress = {
+            "stage": self.stage.name,
+            "stage_index": self.stage_index,
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "held_out_loss": self._held_out_loss,
+            "watch": self.watch.state_dict(),
+            "alarm": self.alarm.state_dict(),
+            "data": self.rows.state_dict(),
+        }
+        saver.start(self._name(), tensors_of(self.model, self.optimizer), progress)
+
+    def _tell_of_failed_save(self) -> None:
+        """A checkpoint lost on the way is no reason to lose the run: the next one may find room."""
+        assert self.saver is not None
+        failure = self.saver.take_failure()
+        if failure is not None:
+            self._warn(f"{failure} Training goes on without it.")
+
+    def resume(self, directory: Path) -> None:
+        """Continues from a checkpoint, bit for bit: parameters, optimizer, data position, what the watches have seen.
+
+        It may have been written by any number of processes. What telemetry was told after it is taken back, since
+        the resumed run tells it again. Raises UserError when there is no such checkpoint, or one of another stage,
+        model or data, or one that is damaged.
+        """
+        checkpoint = read_name(directory)
+        if checkpoint is None or not directory.is_dir():
+            raise UserError(f"There is no checkpoint to resume at {directory}.")
+        progress = checkpoint.progress()
+        if (progress["stage_index"], progress["stage"]) != (self.stage_index, self.stage.name):
+            raise UserError(
+                f"The checkpoint {directory} is of stage {progress['stage_index']} ({progress['stage']}); this is "
+                f"stage {self.stage_index} ({self.stage.name})."
+            )
+        self.rows.load_state_dict(progress["data"])
+        with quiet_alone():
+            load_tensors(directory, self.model, self.optimizer)
         self.step, self.tokens, self.seconds = progress["step"], progress["tokens"], progress["seconds"]
-        self.alarmed = progress["alarmed"]
+        self.watch.load_state_dict(progress["watch"])
+        self.alarm.load_state_dict(progress["alarm"])
+        self._held_out_loss = progress["held_out_loss"]
         self.telemetry.rewind(self.stage.name, self.step)
 
-    def _state(self) -> dict[str, Any]:
-        if not self.optimizer.state:
-            _materialise(self.optimizer)
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "data": self.batches.state_dict(),
-            "rng": torch.get_rng_state(),
-            "progress": {
-                "step": self.step,
-                "tokens": self.tokens,
-                "seconds": self.seconds,
-                "alarmed": self.alarmed,
-            },
-        }
+    def _refuse_a_later_checkpoint(self) -> None:
+        """One of a later step would be taken for this run's own: pruned against it, and resumed from."""
+        if self.saver is None:
+            return
+        later = [
+            checkpoint.directory
+            for checkpoint in list_checkpoints(self.saver.root)
+            if checkpoint.stage_index == self.stage_index and checkpoint.step > self.step
+        ]
+        if later:
+            raise UserError(
+                f"{self.saver.root} holds checkpoints of later steps ({', '.join(path.name for path in later)}), and "
+                f"this run is at step {self.step}. Resume from the last of them, move them away, or choose another "
+                "run directory."
+            )
 
 
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Creates an optimizer's state as it is before the first step, so that it can be saved and loaded into."""
-    # A step of zero gradient at zero learning rate makes it; it must not count as one in Adam's bias correction.
-    lrs = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for parameter_state in optimizer.state.values():
-        parameter_state["step"].zero_()
-    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-        group["lr"] = lr
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step found."""
+
+    metrics: Metrics
+    """The objective's, over the tokens of all micro-batches and ranks."""
+    grad_norm: float
+    """Of the whole gradient, before clipping."""
+    lr: float
+    num_loops: int
+    """Depth of its forward."""
+    state_gradients: list[list[float]] | None
+    """(R, L), in the steps that measure it."""
+
+
+def is_due(every: int | None, step: int) -> bool:
+    """Whether something done every so many steps comes after `step` of them."""
+    return every is not None and step % every == 0
+
+
+def step_seed(seed: int, stage_index: int, step: int, rank: int) -> int:
+    """Where torch's generator starts in a step: other ranks hold other rows, and draw other numbers."""
+    return int(np.random.SeedSequence(seed, spawn_key=(stage_index, step, rank)).generate_state(1, np.uint64)[0] >> 1)

@@ -1,5 +1,6 @@
 """`looplm generate`: text, depth on show, files of prompts, and what it refuses."""
 
+import io
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from looplm.hf.config import LoopLMConfig
 from looplm.hf.load import load, load_tokenizer
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.hf.save import save_checkpoint
-from looplm.inference import Engine, FixedDepth, QuantileExit, SamplingParams
+from looplm.inference import ConfidenceExit, Engine, FixedDepth, HiddenDiffExit, QuantileExit, SamplingParams
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -92,6 +93,39 @@ def test_prompt_and_continuation_are_printed(options, policy, checkpoint, run):
     assert (status, out, err) == (0, f"the cat{expected.text}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("options", "policy", "kv_cache"),
+    [
+        (["--exit", "hidden-diff:2.5"], HiddenDiffExit(2.5), "per_loop"),
+        (["--exit", "kl:0.5", "--kv-cache", "last"], ConfidenceExit(kl=0.5), "last"),
+        (["--exit", "stable:1", "--kv-cache", "fill"], ConfidenceExit(stable_loops=1), "fill"),
+        (["--num-loops", 3, "--draft-loops", 1, "--draft-tokens", 2], FixedDepth(3), "per_loop"),
+    ],
+)
+def test_exits_and_caches_reach_the_engine(options, policy, kv_cache, checkpoint, run):
+    engine = Engine(load(checkpoint), load_tokenizer(checkpoint), kv_cache=kv_cache)
+    (expected,) = engine.generate(["the cat"], SamplingParams(max_tokens=9), policy)
+    status, out, err = run(checkpoint, "--prompt", "the cat", "--max-tokens", 9, *options)
+    assert (status, out, err) == (0, f"the cat{expected.text}\n", "")
+
+
+def test_interactive_texts_are_those_of_single_prompts(checkpoint, run, monkeypatch):
+    """Prompts come from standard input; one that is wrong is said, and the next is answered."""
+    engine = Engine(load(checkpoint), load_tokenizer(checkpoint))
+    texts = [r.text for r in engine.generate(["the cat", "the mat"], SamplingParams(max_tokens=9), FixedDepth(2))]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\n" + "the cat " * 80 + "\nthe mat\n"))
+    status, out, err = run(checkpoint, "--interactive", "--max-tokens", 9, "--num-loops", 2)
+    assert status == 0
+    assert out == "".join(f"{text}\n" for text in texts)
+    assert "more than the 64 positions" in err
+
+
+def test_drafts_are_counted_beside_the_work(checkpoint, run):
+    options = ["--max-tokens", 12, "--num-loops", 3, "--draft-loops", 1, "--show-depth"]
+    status, out, _ = run(checkpoint, "--prompt", "the cat", *options)
+    assert status == 0 and "drafts stood" in out
+
+
 def test_sampling_options_reach_the_engine(checkpoint, run):
     engine = Engine(load(checkpoint, dtype="bfloat16"), load_tokenizer(checkpoint))
     params = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.8, seed=4)
@@ -138,6 +172,17 @@ def test_show_depth_marks_tokens_and_counts_the_work(checkpoint, run):
         (["--num-loops", str(10**15), "--max-tokens", "9"], "GiB"),
         (["--num-loops", str(10**30), "--max-tokens", "9"], "GiB"),
         (["--num-loops", "2", "--exit-threshold", "0.5"], "give one of them"),
+        (["--num-loops", "2", "--exit", "kl:0.1"], "give one of them"),
+        (["--exit", "hidden-diff"], "give hidden-diff:EPS"),
+        (["--exit", "hidden-diff:-1"], "eps of HiddenDiffExit is -1.0"),
+        (["--exit", "stable:1.5"], "give hidden-diff:EPS"),
+        (["--exit", "oracle:1"], "give hidden-diff:EPS"),
+        (["--kv-cache", "latest"], "--kv-cache is 'latest'; choose one of per_loop, fill, last, mean, first"),
+        (["--kv-cache", "last", "--draft-loops", "1"], "needs --kv-cache per_loop"),
+        (["--draft-tokens", "2"], "give both"),
+        (["--draft-loops", "0"], "draft_loops is 0"),
+        (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
+        (["--interactive"], "either --prompt"),
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--max-tokens", "1000"], "more than the 64 positions"),
         (["--temperature", "-1"], "temperature is -1.0"),

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from looplm.data.documents import Document
-from looplm.data.packing import IGNORE_INDEX, PackedDataset, TokenStream, tokenize_documents
+from looplm.data.packing import IGNORE_INDEX, RingPacking, TokenStream, tokenize_documents
+from looplm.data.rows import RowStream
 from looplm.data.tokenizer import train_tokenizer
 from looplm.errors import UserError
 
@@ -34,10 +35,11 @@ def numbered_stream(*lengths: int) -> TokenStream:
     return TokenStream(np.arange(sum(lengths), dtype=np.uint16), starts, num_text_bytes=1)
 
 
-def draw_epochs(dataset: PackedDataset, num_epochs: int = 1) -> dict[str, torch.Tensor]:
-    """All windows of the next epochs, one below the other; for batch_size 1."""
-    batches = list(itertools.islice(dataset, num_epochs * dataset.num_windows))
-    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+def draw_epochs(rows: RowStream, num_epochs: int = 1) -> dict[str, torch.Tensor]:
+    """All windows of the next epochs, one below the other."""
+    assert rows.rows_per_epoch is not None
+    drawn = list(itertools.islice(rows, num_epochs * rows.rows_per_epoch))
+    return {key: torch.stack([row[key] for row in drawn]) for key in drawn[0]}
 
 
 def test_the_stream_holds_each_document_between_its_boundaries(stream, tokenizer):
@@ -62,9 +64,9 @@ def test_many_documents_keep_their_order(tokenizer):
 @pytest.mark.parametrize("seq_len", [2, 5, 16, 47, 48, 49, 100])
 def test_an_epoch_predicts_every_token_once_but_the_starts(seq_len):
     stream = numbered_stream(3, 30, 1, 2, 12)
-    dataset = PackedDataset(stream, seq_len=seq_len, batch_size=1, seed=3)
+    rows = RowStream.of_tokens(stream, seq_len=seq_len, seed=3)
     for _ in range(3):
-        labels = draw_epochs(dataset)["labels"]
+        labels = draw_epochs(rows)["labels"]
         predicted = labels[labels != IGNORE_INDEX].tolist()
         assert sorted(predicted) == sorted(set(range(48)) - {0, 3, 33, 34, 36})
 
@@ -72,7 +74,7 @@ def test_an_epoch_predicts_every_token_once_but_the_starts(seq_len):
 @pytest.mark.parametrize("seq_len", [5, 16, 60])
 def test_labels_are_the_ids_and_are_masked_exactly_where_they_must_be(seq_len):
     stream = numbered_stream(3, 30, 1, 2, 12)
-    batch = draw_epochs(PackedDataset(stream, seq_len=seq_len, batch_size=1, seed=0))
+    batch = draw_epochs(RowStream.of_tokens(stream, seq_len=seq_len, seed=0))
     ids, labels = batch["input_ids"], batch["labels"]
     kept = labels != IGNORE_INDEX
     assert torch.equal(labels[kept], ids[kept])
@@ -86,81 +88,40 @@ def test_labels_are_the_ids_and_are_masked_exactly_where_they_must_be(seq_len):
 @pytest.mark.parametrize("lengths", [(3, 30, 1, 2, 12), (7,), (1,) * 30])
 def test_document_ids_change_exactly_at_starts(lengths):
     stream = numbered_stream(*lengths)
-    batch = draw_epochs(PackedDataset(stream, seq_len=20, batch_size=1, seed=0))
+    batch = draw_epochs(RowStream.of_tokens(stream, seq_len=20, seed=0))
     is_start = torch.isin(batch["input_ids"][:, 1:], torch.from_numpy(stream.document_starts))
     assert (batch["document_ids"][:, 0] == 0).all()
     assert torch.equal(batch["document_ids"].diff(dim=1), is_start.long())
 
 
-def test_windows_put_together_are_the_documents_again(stream, tokenizer):
-    dataset = PackedDataset(stream, seq_len=9, batch_size=1, seed=5)
-    windows = draw_epochs(dataset)["input_ids"].numpy()[np.argsort(dataset._order)]
-    ids = np.roll(windows[:, :-1].ravel()[: stream.num_tokens], dataset._offset)
+@pytest.mark.parametrize("offset", [0, 1, 40, 100])
+def test_windows_put_together_are_the_documents_again(stream, tokenizer, offset):
+    packing = RingPacking(stream, seq_len=9)
+    windows = np.stack([packing.window(number, offset)["input_ids"].numpy() for number in range(packing.num_rows)])
+    ids = np.roll(windows[:, :-1].ravel()[: stream.num_tokens], offset)
     pieces = np.split(ids, stream.document_starts[1:])
     assert [tokenizer.decode(piece[1:-1]) for piece in pieces] == [document.text for document in DOCUMENTS]
 
 
 def test_shapes_and_types(stream):
-    batch = next(PackedDataset(stream, seq_len=8, batch_size=3, seed=0))
-    assert {key: tuple(value.shape) for key, value in batch.items()} == {
-        "input_ids": (3, 8),
-        "labels": (3, 8),
-        "document_ids": (3, 8),
+    row = next(RowStream.of_tokens(stream, seq_len=8, seed=0))
+    assert {key: tuple(value.shape) for key, value in row.items()} == {
+        "input_ids": (8,),
+        "labels": (8,),
+        "document_ids": (8,),
     }
-    assert all(value.dtype == torch.int64 for value in batch.values())
+    assert all(value.dtype == torch.int64 for value in row.values())
 
 
 def test_epochs_differ_in_order_and_cuts_and_seeds_differ():
     stream = numbered_stream(100)
-    dataset = PackedDataset(stream, seq_len=11, batch_size=1, seed=0)
-    first, second = draw_epochs(dataset)["input_ids"], draw_epochs(dataset)["input_ids"]
-    assert dataset.epoch == 1
+    rows = RowStream.of_tokens(stream, seq_len=11, seed=0)
+    first, second = draw_epochs(rows)["input_ids"], draw_epochs(rows)["input_ids"]
     assert set(first[:, 0].tolist()) != set(second[:, 0].tolist())
-    other = draw_epochs(PackedDataset(stream, seq_len=11, batch_size=1, seed=1))["input_ids"]
+    other = draw_epochs(RowStream.of_tokens(stream, seq_len=11, seed=1))["input_ids"]
     assert not torch.equal(first, other)
-    again = draw_epochs(PackedDataset(stream, seq_len=11, batch_size=1, seed=0), num_epochs=2)["input_ids"]
+    again = draw_epochs(RowStream.of_tokens(stream, seq_len=11, seed=0), num_epochs=2)["input_ids"]
     assert torch.equal(torch.cat([first, second]), again)
-
-
-@pytest.mark.parametrize("num_batches", [0, 1, 4, 5, 12])
-def test_resume_equals_going_on(num_batches):
-    """Batches of 3 and epochs of 5 windows: the stops lie inside, at the end of and across epochs."""
-    stream = numbered_stream(20, 30)
-
-    def fresh() -> PackedDataset:
-        return PackedDataset(stream, seq_len=11, batch_size=3, seed=9)
-
-    dataset = fresh()
-    for _ in range(num_batches):
-        next(dataset)
-    state = dataset.state_dict()
-    expected = list(itertools.islice(dataset, 8))
-    resumed = fresh()
-    next(resumed)  # whatever was drawn before loading is forgotten
-    resumed.load_state_dict(state)
-    for batch, other in zip(expected, itertools.islice(resumed, 8), strict=True):
-        assert all(torch.equal(batch[key], other[key]) for key in batch)
-    assert resumed.state_dict() == dataset.state_dict()
-
-
-def test_resume_with_other_data_says_what_differs():
-    state = PackedDataset(numbered_stream(50), seq_len=11, batch_size=3, seed=9).state_dict()
-    dataset = PackedDataset(numbered_stream(60), seq_len=12, batch_size=3, seed=9)
-    with pytest.raises(UserError, match="num_tokens was 50 and is 60, seq_len was 11 and is 12"):
-        dataset.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"seq_len": 1}, "seq_len = 1 is too short"),
-        ({"batch_size": 0}, "batch_size = 0"),
-        ({"seed": -1}, "seed = -1"),
-    ],
-)
-def test_impossible_arguments_are_errors(arguments, message):
-    with pytest.raises(UserError, match=message):
-        PackedDataset(numbered_stream(50), **{"seq_len": 8, "batch_size": 1, "seed": 0, **arguments})
 
 
 @pytest.mark.parametrize("documents", [[], [Document("empty", "")]])

@@ -51,7 +51,7 @@ def test_a_line_separator_inside_a_string_does_not_split_the_line(tmp_path):
         ("a.jsonl", b'{"text": ""}\n', "a.jsonl holds no text"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"\n', "a.jsonl, line 3: not valid JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON"),
-        ("a.jsonl", b'["text"]\n', 'a.jsonl, line 1: expected an object with a string under "text"'),
+        ("a.jsonl", b'["text"]\n', 'a.jsonl, line 1: expected an object, such as {"text": ...}, found a list'),
         ("a.jsonl", b'{"content": "x"}\n', 'a.jsonl, line 1: expected an object with a string under "text"'),
         ("a.jsonl", b'{"text": 3}\n', 'a.jsonl, line 1: expected an object with a string under "text"'),
         ("a.jsonl", b'{"text": "\\ud83d"}\n', "a.jsonl, line 1: the text holds half of a surrogate pair"),

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 
 import looplm.evaluation.record as record_module
 from looplm.data.packing import IGNORE_INDEX
@@ -99,8 +100,10 @@ def test_record_is_float32_under_autocast(tiny: TinyLM) -> None:
     tiny.model.float(), tiny.lm_head.float()
     exact = record(tiny, padded_batches(3), torch.ones(3, dtype=torch.long))
     with torch.autocast("cpu", torch.bfloat16):
-        got = record(tiny, padded_batches(3), torch.ones(3, dtype=torch.long))
+        got = record(tiny, padded_batches(3), torch.ones(3, dtype=torch.long), changes=True)
+    assert got.hidden_change is not None and got.prediction_kl is not None
     assert got.cross_entropy.dtype == got.gate_logits.dtype == torch.float32
+    assert got.hidden_change.dtype == got.prediction_kl.dtype == torch.float32
     assert not torch.equal(got.cross_entropy, exact.cross_entropy)
     torch.testing.assert_close(got.cross_entropy, exact.cross_entropy, rtol=0.1, atol=0.1)
 
@@ -116,3 +119,30 @@ def test_no_gradient_is_kept_and_the_mode_of_the_model_stays(tiny: TinyLM) -> No
 def test_nothing_to_predict_is_refused(tiny: TinyLM, batches: list[dict[str, Tensor]]) -> None:
     with pytest.raises(UserError, match="no token to predict"):
         record(tiny, batches, torch.ones(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("logits_per_chunk", [1, 3 * VOCAB, 2**24])
+@pytest.mark.parametrize("num_loops", [1, 2, 5])
+def test_changes_equal_those_of_full_logits(
+    tiny: TinyLM, num_loops: int, logits_per_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "_LOGITS_PER_CHUNK", logits_per_chunk)
+    sizes = torch.tensor([20, 9, 12])
+    got = record(tiny, padded_batches(2), sizes, num_loops, changes=True)
+    plain = record(tiny, padded_batches(2), sizes, num_loops)
+    assert plain.hidden_change is plain.prediction_kl is None
+    assert torch.equal(got.cross_entropy, plain.cross_entropy) and torch.equal(got.predictions, plain.predictions)
+    assert got.hidden_change is not None and got.prediction_kl is not None
+    assert got.hidden_change.shape == got.prediction_kl.shape == (num_loops - 1, got.num_tokens)
+    start = 0
+    for ids in DOCUMENTS:
+        states = [hidden[0, :-1] for hidden in tiny.model(ids[None], num_loops=num_loops).loop_hidden_states]
+        here = slice(start, start + len(ids) - 1)
+        for i, (before, now) in enumerate(pairwise(states)):
+            wanted = (now - before).square().sum(-1).sqrt()
+            torch.testing.assert_close(got.hidden_change[i, here], wanted, rtol=1e-10, atol=1e-10)
+            log_p, log_q = (tiny.lm_head(state).log_softmax(-1) for state in (before, now))
+            # KL(p || q), p of the loop before.
+            wanted = kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+            torch.testing.assert_close(got.prediction_kl[i, here], wanted, rtol=1e-10, atol=1e-10)
+        start += len(ids) - 1

@@ -9,7 +9,7 @@ import pytest
 
 from looplm.errors import UserError
 from looplm.hf.config import LoopLMConfig, OuroConfig
-from looplm.model.config import LoopedConfig
+from looplm.model.config import LoopedConfig, RopeScaling
 
 RELEASED = {
     "architectures": ["OuroForCausalLM"],
@@ -223,3 +223,36 @@ def test_our_config_refuses_them_too(make_config):
         make_config(attention_dropout=0.1)
     with pytest.raises(UserError, match="choose one of ouro, pre"):
         make_config(norm_placement="peri")
+
+
+def test_position_scaling_round_trip(make_config, tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
+    config = make_config(position_scaling=scaling)
+    assert config.to_model_config().position_scaling == RopeScaling(**scaling)
+    again = LoopLMConfig(**written(config, tmp_path))
+    assert again.to_model_config() == config.to_model_config()
+    assert LoopLMConfig.from_model_config(config.to_model_config()).to_model_config() == config.to_model_config()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ("yarn", "must be null or an object with rope_type, factor"),
+        ({"factor": 2.0}, "must be null or an object with rope_type, factor"),
+        (
+            {"rope_type": "linear", "factor": 2.0, "fctor": 1},
+            "where they are needed, original_max_position_embeddings",
+        ),
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type is 'dynamic' in the config; choose one of linear"),
+        ({"rope_type": "linear", "factor": "2"}, "factor is '2' in the config; it must be of type float"),
+        ({"rope_type": "linear", "factor": -2.0}, "factor of position_scaling is -2.0"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"},
+            "it must be of type int . None",
+        ),
+    ],
+    ids=str,
+)
+def test_position_scaling_that_means_nothing(make_config, scaling, message):
+    with pytest.raises(UserError, match=message):
+        make_config(position_scaling=scaling)

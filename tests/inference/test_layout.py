@@ -39,10 +39,10 @@ def test_every_position_stands_in_it_once(segments):
     assert layout.num_keys == max(segment.stop for segment in segments)
 
 
-def test_padding_stands_on_the_left_and_is_written_to_the_last_slot():
+def test_padding_stands_on_the_left():
     layout = lay_out([Segment(0, 1, 4, 7), Segment(1, 1, 8, 10)], CPU)
     assert layout.positions.tolist() == [[4, 5, 6], [0, 8, 9]]
-    assert layout.write_slots.tolist() == [[0, 0, 0], [-1, 1, 1]]
+    assert layout.real is not None and layout.real.tolist() == [[True] * 3, [False, True, True]]
 
 
 def test_one_loop_for_all_rows_where_they_agree():

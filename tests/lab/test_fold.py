@@ -192,3 +192,10 @@ def test_guess_accuracy_is_that_of_counting_all_expressions(k):
 def test_values_out_of_range_are_refused(wrong):
     with pytest.raises(UserError):
         wrong()
+
+
+def test_a_trainer_takes_whole_batches():
+    stream, same = (FoldTask(max_k=2).stream(batch_size=8, seed=2) for _ in range(2))
+    assert torch.equal(stream.take(8)["input_ids"], next(same)["input_ids"])
+    with pytest.raises(UserError, match="8 expressions at a time, and 4 are wanted"):
+        stream.take(4)

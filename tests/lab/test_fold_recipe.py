@@ -14,7 +14,7 @@ from looplm.training.trainer import Trainer
 def test_a_short_training_learns_single_lookups():
     task = FoldTask(max_k=1)
     telemetry = Telemetry()
-    model = train_fold(task, fold_config(task, num_loops=2), fold_stages(2, 60, 10), telemetry)
+    model = train_fold(task, fold_config(task, num_loops=2), fold_stages(2, 60, 10, max_k=1), telemetry)
     assert evaluate_fold(model, task, count=200).accuracy[0, :2].max() > 0.9
     assert {record.stage for record in telemetry.records} == {"fold", "fold-gate"}
     assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
@@ -22,7 +22,7 @@ def test_a_short_training_learns_single_lookups():
 
 def test_the_seed_alone_decides_and_the_global_random_state_is_left_alone():
     task = FoldTask(max_k=2)
-    config, stages = fold_config(task, num_loops=2), fold_stages(2, 2, 2)
+    config, stages = fold_config(task, num_loops=2), fold_stages(2, 2, 2, max_k=2)
     before = torch.get_rng_state()
     first = train_fold(task, config, stages, Telemetry(), seed=1)
     assert torch.equal(before, torch.get_rng_state())
@@ -36,7 +36,7 @@ def test_the_seed_alone_decides_and_the_global_random_state_is_left_alone():
 
 def test_the_gate_stage_changes_the_gate_alone():
     task = FoldTask(max_k=2)
-    config, (learn, gate) = fold_config(task, num_loops=3), fold_stages(3, 2, 5)
+    config, (learn, gate) = fold_config(task, num_loops=3), fold_stages(3, 2, 5, max_k=2)
     after_learning = train_fold(task, config, (learn,), Telemetry()).state_dict()
     after_gate = train_fold(task, config, (learn, gate), Telemetry()).state_dict()
     changed = {name for name in after_gate if not torch.equal(after_gate[name], after_learning[name])}
@@ -45,7 +45,7 @@ def test_the_gate_stage_changes_the_gate_alone():
 
 def test_training_resumes_bit_for_bit(tmp_path):
     task = FoldTask(max_k=2)
-    config, (learn,) = fold_config(task, num_loops=1), fold_stages(1, 6)
+    config, (learn,) = fold_config(task, num_loops=1), fold_stages(1, 6, max_k=2)
     straight = train_fold(task, config, (learn,), Telemetry())
 
     def trainer(seed: int) -> Trainer:
@@ -55,10 +55,10 @@ def test_training_resumes_bit_for_bit(tmp_path):
     halted = trainer(seed=0)  # killed at step 4, after the checkpoint of step 3
     for _ in range(3):
         halted.train_step()
-    halted.save()
+    saved = halted.save()
     halted.train_step()
     again = trainer(seed=9)
-    again.resume()
+    again.resume(saved)
     again.run()
     for name, tensor in straight.state_dict().items():
         assert torch.equal(tensor, again.model.state_dict()[name]), name

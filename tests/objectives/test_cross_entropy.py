@@ -1,5 +1,6 @@
 """The chunked head: F.cross_entropy of full logits in value and gradient, without the full logits."""
 
+import math
 from typing import Any
 
 import pytest
@@ -10,24 +11,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from looplm.data.packing import IGNORE_INDEX
 from looplm.objectives import cross_entropy as module
-from looplm.objectives.cross_entropy import IGNORE, shift_labels, token_weights, weighted_cross_entropy
+from looplm.objectives.cross_entropy import IGNORE, rows_in_chunk, shift_labels, token_weights, weighted_cross_entropy
 
 V, D, R, B, S = 13, 8, 3, 2, 7
+NEW = ("empty", "new_empty", "empty_strided", "empty_like", "zeros_like", "new_zeros", "_to_copy", "mul", "exp", "sub")
+MAKERS = tuple(getattr(torch.ops.aten, name) for name in NEW)
+MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm)
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the matrix products that run inside and keeps the size of the largest tensor they and others make."""
+    """Counts the matrix products that run inside and keeps the size of the largest tensor; counts new (., V) ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = self.num_products = 0
+        self.largest = self.num_products = self.num_large = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.num_products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        self.num_products += func.overloadpacket in MATRIX_PRODUCTS
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self.largest = max(self.largest, tensor.numel())
+                self.num_large += func.overloadpacket in MAKERS and V in tensor.shape and tensor.ndim == 2
         return result
 
 
@@ -61,12 +66,63 @@ def test_it_is_the_cross_entropy_of_full_logits_in_value_and_gradient(
     monkeypatch: pytest.MonkeyPatch, chunk: int, num_ignored: int
 ):
     """In chunks of one token, of four (which divide neither 14 nor 9) and all at once; none, some, all ignored."""
-    monkeypatch.setattr(module, "CHUNK_LOGITS", chunk * V)
+    monkeypatch.setattr(module, "rows_in_chunk", lambda *_: chunk)
     arguments = inputs(num_ignored)
     ours, full = (value_and_gradients(function, arguments) for function in (weighted_cross_entropy, plain))
     for mine, theirs in zip(ours, full, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
     assert full[2].any() == (num_ignored < B * S)
+
+
+@pytest.mark.parametrize("num_ignored", [0, 5, B * S])
+@pytest.mark.parametrize("tile", [1, 3, 100])
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_the_size_of_chunks_and_tiles_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, tile: int, num_ignored: int
+):
+    """In float64, and in bfloat16, where a tile is a copy, up to its rounding."""
+    exact, mixed = inputs(num_ignored), inputs(num_ignored, torch.float32)
+    before = [value_and_gradients(weighted_cross_entropy, exact)]
+    with torch.autocast("cpu", torch.bfloat16):
+        before.append(value_and_gradients(weighted_cross_entropy, mixed))
+    monkeypatch.setattr(module, "rows_in_chunk", lambda *_: chunk)
+    monkeypatch.setitem(module.TILE_LOGITS, "cpu", tile * V)
+    after = [value_and_gradients(weighted_cross_entropy, exact)]
+    with torch.autocast("cpu", torch.bfloat16):
+        after.append(value_and_gradients(weighted_cross_entropy, mixed))
+    for tolerance, mine, theirs in zip((1e-12, 0.02), after, before, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert (one - other).norm() <= tolerance * other.norm()
+
+
+def test_a_confident_prediction_keeps_the_precision_of_its_gradient():
+    """softmax - one-hot is taken in float32 and rounded afterwards: near 1 bfloat16 has steps of 1/256."""
+    head = torch.tensor([[8.0], [0.0]], requires_grad=True)
+    hidden = [torch.ones(1, 1, 1, requires_grad=True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        value, losses = weighted_cross_entropy(head, hidden, torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, 1))
+    (gradient,) = torch.autograd.grad(value, head)
+    assert losses.item() == pytest.approx(math.log1p(math.exp(-8)), rel=1e-3)
+    assert gradient[0, 0].item() == pytest.approx(-1 / (1 + math.exp(8)), rel=0.01)
+
+
+def test_a_chunk_holds_as_many_logits_as_the_head_has_weights_or_enough_to_be_worth_a_product():
+    wide, narrow = torch.float32, torch.bfloat16
+    assert rows_in_chunk(49_152, 2048, narrow, wide) == 2 * 2048
+    assert rows_in_chunk(49_152, 2048, wide, wide) == 2048
+    assert rows_in_chunk(1024, 64, wide, wide) == 2**14
+    assert rows_in_chunk(2**25, 1, wide, wide) == 1
+
+
+def test_large_memory_is_taken_once_whatever_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch):
+    arguments = inputs(0, torch.float32)
+    made = []
+    for chunk in (2, 7):
+        monkeypatch.setattr(module, "rows_in_chunk", lambda *_, rows=chunk: rows)
+        with Recorder() as recorder, torch.autocast("cpu", torch.bfloat16):
+            weighted_cross_entropy(*arguments)
+        made.append(recorder.num_large)
+    assert made[0] == made[1] <= 5  # head and product narrow, its gradient, logits, tile
 
 
 def test_equal_weights_give_the_mean():
@@ -109,7 +165,7 @@ def test_bfloat16_states_give_float32_losses_and_bfloat16_gradients():
 def test_no_tensor_is_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch):
     """Neither forward nor backward: the largest tensor is a chunk's logits, a hundredth of all logits."""
     num_vocab, num_tokens, chunk = 200, 300, 9
-    monkeypatch.setattr(module, "CHUNK_LOGITS", chunk * num_vocab)
+    monkeypatch.setattr(module, "rows_in_chunk", lambda *_: chunk)
     head = torch.randn(num_vocab, 2, requires_grad=True)
     hidden = [torch.randn(1, num_tokens, 2, requires_grad=True) for _ in range(R)]
     targets, weights = torch.randint(num_vocab, (1, num_tokens)), torch.rand(R, 1, num_tokens, requires_grad=True)
@@ -119,7 +175,7 @@ def test_no_tensor_is_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_head_runs_once_a_chunk_and_never_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 7 * V)
+    monkeypatch.setattr(module, "rows_in_chunk", lambda *_: 7)
     arguments = inputs(0)
     chunks = R * B * S // 7
     with torch.no_grad(), Recorder() as measuring:

@@ -160,7 +160,8 @@ def test_micro_batches_add_up_to_the_whole_batch(make_frozen, make_batch):
     for parameter, gradient in zip(model.model.early_exit_gate.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
     assert parts.keys() == whole_metrics.keys() == {
-        "loss", "loop_losses", "exit_pdf", "entropy", "expected_loops", "continue_label"
+        "loss", "loop_losses", "exit_pdf", "entropy", "expected_loops", "continue_label",
+        "exit_pdf_histogram", "expected_loops_histogram",
     }  # fmt: skip
     for name, value in whole_metrics.items():
         torch.testing.assert_close(parts[name], value, rtol=0, atol=1e-12)

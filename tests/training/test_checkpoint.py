@@ -1,177 +1,188 @@
-"""Saving survives a kill at any moment and a full disk; loading says what does not fit."""
+"""Checkpoints on disk: what is complete, what is kept, and what is said of one that cannot be read."""
 
-import errno
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from looplm.errors import UserError
-from looplm.training.checkpoint import load_state, save_state
+from looplm.training.checkpoint import (
+    ASIDE,
+    FRESH,
+    Checkpoint,
+    best_checkpoint,
+    checkpoint_name,
+    clear_leftovers,
+    latest_checkpoint,
+    list_checkpoints,
+    publish,
+    read_name,
+    remove_older,
+    remove_stages_before,
+)
+from looplm.training.recipe import CheckpointsRecipe
+from looplm.training.telemetry import Telemetry
+from looplm.training.trainer import Trainer
 
 
 class Killed(BaseException):
     """Stands for the end of the process: nothing in the code under test may run after it."""
 
 
-def state(value: float, size: int = 3) -> dict[str, Any]:
-    return {"weights": {"a": torch.full((size,), value)}, "step": int(value)}
+def write(root: Path, step: int, *, stage_index: int = 0, loss: float | None = None, mark: str = "") -> Path:
+    """A complete checkpoint of little content, put there as a saver does."""
+    fresh = root / (FRESH + checkpoint_name(stage_index, "first", step))
+    fresh.mkdir(parents=True)
+    (fresh / "tensors").write_text(mark)
+    return publish(fresh, {"held_out_loss": loss})
 
 
-def loaded(directory: Path) -> float:
-    """The value of what lies in `directory`, checked to be all of one save."""
-    found = state(-1.0)
-    load_state(directory, found)
-    assert found["weights"]["a"].tolist() == [found["step"]] * 3
-    return found["step"]
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+def test_a_name_tells_stage_and_step_and_sorts_by_training(tmp_path: Path):
+    for stage_index, step in ((1, 2), (0, 12), (0, 3), (10, 1)):
+        write(tmp_path, step, stage_index=stage_index)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "0-first-00000099").touch()  # a file
+    found = [(checkpoint.stage_index, checkpoint.stage, checkpoint.step) for checkpoint in list_checkpoints(tmp_path)]
+    assert found == [(0, "first", 3), (0, "first", 12), (1, "first", 2), (10, "first", 1)]
+    assert checkpoint_name(3, "1a-warm up", 7) == "3-1a-warm up-00000007"
+    read = read_name(tmp_path / "3-1a-warm up-00000007")
+    assert read == Checkpoint(3, 7, "1a-warm up", tmp_path / "3-1a-warm up-00000007")
+    assert read_name(tmp_path / "123456789-00000001") is None
 
 
-MOMENTS = ("while writing", "before setting the old aside", "between the renames", "before removing the old")
-
-
-def kill(patch: pytest.MonkeyPatch, moment: str) -> None:
-    """Ends the process at a moment of the next save."""
-    rename, remove = Path.rename, shutil.rmtree
-
-    def killed_write(_state: Any, checkpoint_id: Path) -> None:
-        checkpoint_id.mkdir(parents=True)
-        (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
-        raise Killed
-
-    def killed_rename(source: Path, target: Path) -> Path:
-        if (moment == MOMENTS[1] and target.suffix == ".old") or (moment == MOMENTS[2] and source.suffix == ".new"):
-            raise Killed
-        return rename(source, target)
-
-    def killed_removal(path: Path, **kwargs: Any) -> None:
-        if path.suffix == ".old" and path.exists():
-            raise Killed
-        remove(path, **kwargs)
-
-    if moment == MOMENTS[0]:
-        patch.setattr(dcp, "save", killed_write)
-    elif moment == MOMENTS[3]:
-        patch.setattr(shutil, "rmtree", killed_removal)
-    else:
-        patch.setattr(Path, "rename", killed_rename)
-
-
-def save_and_be_killed(directory: Path, value: float, moment: str) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        kill(patch, moment)
-        save_state(directory, state(value))
-
-
-def test_it_reads_what_it_wrote(tmp_path: Path):
-    directory = tmp_path / "run" / "first.state"
-    for value in (1.0, 2.0):
-        save_state(directory, state(value))
-        assert loaded(directory) == value
-        assert names(directory.parent) == ["first.state"]
-
-
-@pytest.mark.parametrize("next_moment", MOMENTS)
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new(tmp_path: Path, moment: str, next_moment: str):
-    """Also when the save after it is killed too: what the first kill left aside is then the only state there is."""
-    directory = tmp_path / "first.state"
-    save_state(directory, state(1.0))
-    save_and_be_killed(directory, 2.0, moment)
-    assert loaded(directory) == (2.0 if moment == "before removing the old" else 1.0)
-    save_and_be_killed(directory, 3.0, next_moment)
-    assert loaded(directory) in (1.0, 2.0, 3.0)
-    save_state(directory, state(4.0))
-    assert loaded(directory) == 4.0
-    assert names(tmp_path) == ["first.state"]
-
-
-def full_disk(*_args: Any, checkpoint_id: Path, **_kwargs: Any) -> None:
-    checkpoint_id.mkdir(parents=True)
-    (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("saved_before", [True, False])
-def test_a_full_disk_is_a_user_error_that_leaves_the_previous_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_before: bool
-):
-    directory = tmp_path / "first.state"
-    if saved_before:
-        save_state(directory, state(1.0))
-    monkeypatch.setattr(dcp, "save", full_disk)
-    with pytest.raises(UserError, match=r"first\.state could not be written: .*No space left on device"):
-        save_state(directory, state(2.0))
-    assert names(tmp_path) == (["first.state"] if saved_before else [])
-    assert not saved_before or loaded(directory) == 1.0
-
-
-def test_a_write_that_really_fails_is_one_too(tmp_path: Path):
-    """DCP wraps what went wrong in an exception that `except Exception` does not catch."""
-    resource = pytest.importorskip("resource")
-    directory = tmp_path / "first.state"
-    save_state(directory, state(1.0))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        with pytest.raises(UserError, match=r"could not be written: .*File too large"):
-            save_state(directory, state(2.0, size=1_000_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert names(tmp_path) == ["first.state"]
-    assert loaded(directory) == 1.0
-
-
-def test_a_directory_that_cannot_be_made_is_one_too(tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="could not be written"):
-        save_state(tmp_path / "file" / "first.state", state(1.0))
-
-
-def test_ctrl_c_while_writing_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Raised inside DCP, which wraps it like any failure."""
-
-    def interrupt(*_args: Any, **_kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    directory = tmp_path / "first.state"
-    save_state(directory, state(1.0))
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save_state(directory, state(2.0))
-    assert loaded(directory) == 1.0
-
-
-def test_no_checkpoint(tmp_path: Path):
-    with pytest.raises(UserError, match=r"no checkpoint to resume at .*first\.state"):
-        load_state(tmp_path / "first.state", state(0.0))
+def test_the_latest_of_a_run(tmp_path: Path):
+    assert latest_checkpoint(tmp_path) is None and list_checkpoints(tmp_path / "none") == []
+    write(tmp_path / "checkpoints", 7)
+    write(tmp_path / "checkpoints", 2, stage_index=1)
+    latest = latest_checkpoint(tmp_path)
+    assert latest is not None and latest.directory.name == "1-first-00000002"
 
 
 @pytest.mark.parametrize(
-    ("other", "complaint"),
+    ("losses", "kept"),
     [
-        (state(0.0, size=4), r"Size mismatch .*for weights\.a"),
-        ({**state(0.0), "more": torch.zeros(1)}, "Missing key .*more"),
+        ([3.0, 1.0, 2.0, 2.0, 2.0], [1, 3, 4]),
+        ([3.0, 2.0, 2.0, 2.0, 1.0], [3, 4]),
+        ([1.0, 1.0, None, None, None], [1, 3, 4]),
+        ([None] * 5, [3, 4]),
+        ([0.0, None, 9.0, None, None], [0, 3, 4]),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path, other: dict[str, Any], complaint: str):
-    directory = tmp_path / "first.state"
-    save_state(directory, state(1.0))
-    with pytest.raises(UserError, match=f"does not fit this run: {complaint}"):
-        load_state(directory, other)
-    assert not other["weights"]["a"].any(), "nothing was loaded"
+def test_the_last_and_the_best_are_kept(tmp_path: Path, losses: list[float | None], kept: list[int]):
+    for step, loss in enumerate(losses):
+        write(tmp_path, step, loss=loss)
+    remove_older(tmp_path, 0, CheckpointsRecipe(keep_last=2))
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == kept
+    assert len(names(tmp_path)) == len(kept)
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path):
-    directory = tmp_path / "first.state"
-    save_state(directory, state(1.0))
-    for part in directory.glob("*.distcp"):
-        part.write_bytes(part.read_bytes()[:100])
-    with pytest.raises(UserError, match="does not fit this run"):
-        load_state(directory, state(0.0))
+def test_the_best_may_go_and_other_stages_stay(tmp_path: Path):
+    for step, loss in enumerate([1.0, 2.0, 3.0]):
+        write(tmp_path, step, loss=loss)
+        write(tmp_path, step, loss=loss, stage_index=1)
+    remove_older(tmp_path, 1, CheckpointsRecipe(keep_last=1, keep_best=False))
+    assert [(c.stage_index, c.step) for c in list_checkpoints(tmp_path)] == [(0, 0), (0, 1), (0, 2), (1, 2)]
+    best = best_checkpoint(list_checkpoints(tmp_path)[:3])
+    assert best is not None and best.step == 0
+
+
+def test_a_damaged_one_is_not_the_best_and_does_not_stop_the_others(tmp_path: Path):
+    homes = [write(tmp_path, step, loss=loss) for step, loss in enumerate([1.0, 2.0, 3.0, 4.0])]
+    (homes[0] / "progress.json").write_text("{")
+    remove_older(tmp_path, 0, CheckpointsRecipe(keep_last=1))
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1, 3]
+
+
+def test_stages_that_are_saved_elsewhere_can_be_removed(tmp_path: Path):
+    for stage_index in range(3):
+        write(tmp_path / "checkpoints", 1, stage_index=stage_index)
+    remove_stages_before(tmp_path, 2)
+    assert names(tmp_path / "checkpoints") == ["2-first-00000001"]
+
+
+def test_a_checkpoint_replaces_one_of_the_same_step(tmp_path: Path):
+    for mark in ("old", "new"):
+        home = write(tmp_path, 4, mark=mark)
+    assert names(tmp_path) == ["0-first-00000004"] and (home / "tensors").read_text() == "new"
+
+
+@pytest.mark.parametrize("moment", ["set aside", "named", "removed"])
+def test_a_kill_between_the_renames_of_a_replacement_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+):
+    write(tmp_path, 4, mark="old")
+    rename, remove = Path.rename, shutil.rmtree
+
+    def renamed(source: Path, target: Path) -> Path:
+        result = rename(source, target)
+        if target.name.startswith(ASIDE if moment == "set aside" else "0-"):
+            raise Killed
+        return result
+
+    def removed(path: Path, **_: Any) -> None:
+        remove(path / "tensors")
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises((Killed, OSError)):
+        if moment == "removed":
+            patch.setattr(shutil, "rmtree", removed)
+        else:
+            patch.setattr(Path, "rename", renamed)
+        write(tmp_path, 4, mark="new")
+    clear_leftovers(tmp_path)
+    assert names(tmp_path) == ["0-first-00000004"]
+    assert (tmp_path / "0-first-00000004" / "tensors").read_text() == ("old" if moment == "set aside" else "new")
+
+
+def test_half_written_and_half_removed_ones_do_not_count_and_are_cleared(tmp_path: Path):
+    write(tmp_path, 1)
+    for prefix in (FRESH, ASIDE):
+        (tmp_path / f"{prefix}0-first-00000001").mkdir()
+    (tmp_path / f"{FRESH}0-first-00000002").mkdir()
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
+    clear_leftovers(tmp_path)
+    assert names(tmp_path) == ["0-first-00000001"]
+    clear_leftovers(tmp_path / "none")
+
+
+def test_progress_is_json_to_be_read(make_model, make_stage, make_rows, tmp_path: Path):
+    trainer = Trainer(make_model(), make_stage(), make_rows(), Telemetry(), tmp_path)
+    trainer.train_step()
+    saved = trainer.save()
+    assert saved == tmp_path / "checkpoints" / "0-first-00000001"
+    progress = json.loads((saved / "progress.json").read_text())
+    assert (progress["stage"], progress["step"], progress["tokens"]) == ("first", 1, 24)
+    assert progress["data"] == trainer.rows.state_dict()
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("victim", ["*.distcp", ".metadata", "progress.json"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_damaged_checkpoint_is_refused_with_the_names_of_others(
+    make_model, make_stage, make_rows, tmp_path: Path, victim: str, gone: bool
+):
+    def trainer() -> Trainer:
+        return Trainer(make_model(), make_stage(), make_rows(), Telemetry(), tmp_path)
+
+    (saving := trainer()).save()
+    saving.train_step()
+    saved = saving.save()
+    for path in saved.glob(victim):
+        if gone:
+            path.unlink()
+        else:
+            damage(path)
+    with pytest.raises(UserError, match=r"00000001 cannot be read .*resume from another one \(0-first-00000000\)"):
+        trainer().resume(saved)
+    shutil.rmtree(tmp_path / "checkpoints" / "0-first-00000000")
+    with pytest.raises(UserError, match="start again without it"):
+        trainer().resume(saved)

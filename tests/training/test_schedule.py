@@ -25,6 +25,15 @@ def test_cosine_without_warmup_begins_at_the_peak():
     assert shares(ScheduleRecipe(final_share=0.0), 3) == pytest.approx([1, 0.5, 0])
 
 
+def test_wsd_stays_at_the_peak_and_falls_linearly_at_the_end():
+    schedule = ScheduleRecipe(kind="wsd", warmup_steps=2, decay_steps=4, final_share=0.2)
+    assert shares(schedule, 9) == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_wsd_may_be_all_warmup_and_decay():
+    assert shares(ScheduleRecipe(kind="wsd", warmup_steps=1, decay_steps=2, final_share=0), 3) == [1, 0.5, 0]
+
+
 @pytest.mark.parametrize("kind", ["constant", "cosine"])
 @pytest.mark.parametrize(("warmup_steps", "num_steps"), [(3, 3), (2, 3), (0, 1), (1, 1)])
 def test_a_stage_that_ends_with_its_warmup_ends_at_the_peak(kind, warmup_steps: int, num_steps: int):
@@ -33,4 +42,5 @@ def test_a_stage_that_ends_with_its_warmup_ends_at_the_peak(kind, warmup_steps: 
 
 
 def test_beyond_the_stage_it_stays_where_it_ended():
-    assert learning_rate_share(ScheduleRecipe(final_share=0.1), 50, 10) == pytest.approx(0.1)
+    for schedule in (ScheduleRecipe(final_share=0.1), ScheduleRecipe(kind="wsd", decay_steps=3, final_share=0.1)):
+        assert learning_rate_share(schedule, 50, 10) == pytest.approx(0.1)

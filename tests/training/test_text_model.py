@@ -1,15 +1,17 @@
 """A small text model trained with and without a run directory."""
 
+import copy
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from looplm.data.documents import Document, DocumentSplit
-from looplm.errors import UserError
+from looplm.training.checkpoint import list_checkpoints
+from looplm.training.recipe import CheckpointsRecipe
 from looplm.training.telemetry import Telemetry
 from looplm.training.text_model import Corpus, TextRecipe, new_model, prepare_corpus, train_stage
-from looplm.training.trainer import Trainer
 
 RECIPE = TextRecipe(
     vocab_size=280,
@@ -47,24 +49,29 @@ def test_twin_starts_from_the_same_weights(corpus: Corpus) -> None:
         assert torch.equal(one, other), name
 
 
-def test_checkpoints_need_a_run_directory_and_are_left_out_without_one(corpus: Corpus, tmp_path: Path) -> None:
-    stage = RECIPE.stage_one(2, "looped").model_copy(update={"checkpoint_every": 2})
-    with pytest.raises(UserError, match="no run directory"):
-        Trainer(new_model(RECIPE, corpus, 2), stage, iter([]), Telemetry())  # type: ignore[arg-type]
+EVERY_OTHER = CheckpointsRecipe(every=2)
+
+
+def test_checkpoints_are_written_where_there_is_a_run_directory(corpus: Corpus, tmp_path: Path) -> None:
+    stage = RECIPE.stage_one(2, "looped")
     without, kept = new_model(RECIPE, corpus, 2), new_model(RECIPE, corpus, 2)
     train_stage(without, stage, RECIPE, corpus, Telemetry())
-    result = train_stage(kept, stage, RECIPE, corpus, Telemetry(), tmp_path)
-    assert (tmp_path / "looped.state").is_dir() and result.tokens > 0
+    result = train_stage(kept, stage, RECIPE, corpus, Telemetry(), tmp_path, checkpoints=EVERY_OTHER)
+    assert [c.step for c in list_checkpoints(tmp_path / "checkpoints")] == [2, 4]
+    assert result.tokens == 4 * RECIPE.batch_size * RECIPE.seq_len
     for (name, one), (_, other) in zip(without.named_parameters(), kept.named_parameters(), strict=True):
         assert torch.equal(one, other), name
 
 
 def test_a_run_is_resumed_where_it_stood(corpus: Corpus, tmp_path: Path) -> None:
-    stage = RECIPE.stage_one(2, "looped").model_copy(update={"checkpoint_every": 2})
+    """Stages keep their checkpoints apart; without one to resume, a stage begins."""
+    stage, gate = RECIPE.stage_one(2, "looped"), RECIPE.stage_two("gate")
     straight = new_model(RECIPE, corpus, 2)
-    whole = train_stage(straight, stage, RECIPE, corpus, Telemetry(), tmp_path / "a")
+    whole = train_stage(straight, stage, RECIPE, corpus, Telemetry(), tmp_path, resume=True, checkpoints=EVERY_OTHER)
+    train_stage(copy.deepcopy(straight), gate, RECIPE, corpus, Telemetry(), tmp_path, resume=True, stage_index=1)
+    shutil.rmtree(tmp_path / "checkpoints" / "0-looped-00000004")  # as if killed before it was there
     again = new_model(RECIPE.model_copy(update={"seed": 5}), corpus, 2)
-    resumed = train_stage(again, stage, RECIPE, corpus, Telemetry(), tmp_path / "a", resume=True)
+    resumed = train_stage(again, stage, RECIPE, corpus, Telemetry(), tmp_path, resume=True)
     assert resumed.tokens == whole.tokens
     for (name, one), (_, other) in zip(straight.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(one, other), name

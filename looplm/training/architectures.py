@@ -1,0 +1,111 @@
+"""Which model each stage of a recipe trains, from the recipe alone: shapes, not weights."""
+
+import dataclasses
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from looplm.conversion.upcycling import duplicated_layers
+from looplm.data.tokenizer import require_vocabulary
+from looplm.errors import UserError
+from looplm.hf.checkpoint import CONFIG, find_checkpoint, read_config
+from looplm.hf.load import load_tokenizer
+from looplm.model.config import LoopedConfig
+from looplm.model.flops import parameter_shapes
+from looplm.training.memory import deepest
+from looplm.training.recipe import (
+    CheckpointModel,
+    GateLossRecipe,
+    RoutingRecipe,
+    RunRecipe,
+    StageRecipe,
+    TrainTokenizer,
+)
+from looplm.training.steps import StepPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def starting_config(recipe: RunRecipe, tokenizer: "PreTrainedTokenizerBase | None" = None) -> LoopedConfig:
+    """The model as the first stage finds it.
+
+    Without a `tokenizer`, as for a plan, sizes come from the recipe, and a checkpoint or tokenizer is looked for only
+    where the recipe leaves something open. Raises UserError for a checkpoint that cannot be found or read.
+    """
+    model = recipe.model
+    if model.architecture is None:
+        assert isinstance(model, CheckpointModel)  # the schema asks the others for one
+        directory = find_checkpoint(model.path, files=[CONFIG])
+        return read_config(directory / CONFIG).to_model_config()
+    fields = dict(model.architecture)
+    if fields["vocab_size"] is None:
+        fields["vocab_size"] = _vocabulary(recipe, tokenizer)
+    if fields["max_position_embeddings"] is None:
+        fields["max_position_embeddings"] = max(stage.seq_len for stage in recipe.stages)
+    if tokenizer is not None:
+        require_vocabulary(tokenizer, fields["vocab_size"])
+    return LoopedConfig(**fields)
+
+
+def _vocabulary(recipe: RunRecipe, tokenizer: "PreTrainedTokenizerBase | None") -> int:
+    if tokenizer is not None:
+        return len(tokenizer)
+    if isinstance(recipe.tokenizer, TrainTokenizer):
+        return recipe.tokenizer.vocab_size
+    try:
+        return len(load_tokenizer(recipe.tokenizer.path))
+    except UserError as error:
+        raise UserError(
+            f"The vocabulary's size is not known: the recipe gives none, and its tokenizer cannot be asked ({error}) "
+            "Set model.architecture.vocab_size."
+        ) from None
+
+
+def stage_configs(recipe: RunRecipe, start: LoopedConfig) -> list[LoopedConfig]:
+    """The model that each stage trains. Raises UserError for an upcycling that does not fit."""
+    configs = []
+    for stage in recipe.stages:
+        start = dataclasses.replace(start, **stage_changes(start, stage))
+        configs.append(start)
+    return configs
+
+
+def stage_changes(config: LoopedConfig, stage: StageRecipe) -> dict[str, int | float]:
+    """The fields of the config that a stage changes before it begins.
+
+    Stage I at a fixed depth makes it the model's own; per-loop LoRA banks tie a model to the depth they were made for.
+    """
+    changes: dict[str, int | float] = {}
+    if stage.upcycle is not None:
+        duplicated_layers(config.num_hidden_layers, stage.upcycle.num_layers, stage.upcycle.order)
+        changes["num_hidden_layers"] = stage.upcycle.num_layers
+    if stage.rope_theta is not None:
+        changes["rope_theta"] = stage.rope_theta
+    trains_model = not isinstance(stage.objective, GateLossRecipe)
+    if trains_model and isinstance(stage.num_loops, int) and not config.lora_rank:
+        changes["num_loops"] = stage.num_loops
+    if stage.seq_len > config.max_position_embeddings:
+        changes["max_position_embeddings"] = stage.seq_len
+    return changes
+
+
+def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> None:
+    """Raises UserError for an objective that the stage's depth or length leaves nothing to do, and for frozen names
+    that no parameter has."""
+    names = [*parameter_shapes(config), "lm_head.weight"]
+    for pattern in stage.freeze:
+        if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"model.{pattern}") for name in names):
+            raise UserError(
+                f"Stage {stage.name}: freeze names {pattern!r}, but no parameter is called so; names are like "
+                f"{names[0]} and {names[1]}."
+            )
+    depth, objective = deepest(config, stage), stage.objective
+    if isinstance(objective, GateLossRecipe) and depth < 2:
+        raise UserError(
+            f"Stage {stage.name}: gate_loss needs a model of 2 loops or more; after a single one nothing is decided."
+        )
+    if isinstance(objective, RoutingRecipe) and (depth - 1) * objective.phase_steps >= steps.num_steps:
+        raise UserError(
+            f"Stage {stage.name}: the routing curriculum needs {depth - 1} phases of {objective.phase_steps} steps "
+            f"before it reaches {depth} loops, and the stage has {steps.num_steps} steps. Shorten phase_steps."
+        )

@@ -1,0 +1,232 @@
+"""How many bytes a training step takes on one device, worked out from the recipe alone, and what fits.
+
+Counted is what the eager step allocates: parameters, gradients and AdamW moments in float32, the copies that
+sharding and autocast make, every tensor that autograd keeps for the backward pass (exact, see the tests), the head's
+buffers, and the temporaries of one layer. A compiled block keeps less. Allocator waste and the CUDA context are not
+counted: `USABLE_SHARE` leaves room for them.
+"""
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from looplm.errors import UserError
+from looplm.model.config import LoopedConfig
+from looplm.model.flops import parameter_shapes
+from looplm.objectives.cross_entropy import rows_in_chunk
+from looplm.training.recipe import GateLossRecipe, StageRecipe, UniformDepth
+
+USABLE_SHARE = 0.9
+"""Of a device's memory, what the estimate may fill."""
+
+WIDE = 4
+"""Bytes of float32: parameters, gradients, moments, the residual stream and all sums."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class MemoryEstimate:
+    """Bytes on one device at the peak of a step."""
+
+    parameters: int
+    """This device's shard."""
+    gradients: int
+    """Of what is trained; this device's shard."""
+    moments: int
+    """Both of AdamW; this device's shard."""
+    gathered: int
+    """Under sharding, the whole parameters and gradients that exist during a step; 0 on one device."""
+    casts: int
+    """bfloat16 copies of the matrices under autocast."""
+    activations: int
+    """What the backward pass needs, and the temporaries of one layer."""
+    head: int
+    """A chunk of logits, and the LM head's gradient, formed in the forward pass."""
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that do not depend on the micro-batch."""
+        return self.total - self.activations
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return (
+            self.parameters + self.gradients + self.moments + self.gathered
+            + self.casts + self.activations + self.head
+        )  # fmt: skip
+
+
+def estimate_memory(
+    config: LoopedConfig, stage: StageRecipe, micro_batch_rows: int, num_devices: int = 1
+) -> MemoryEstimate:
+    """The peak of a step of `stage` over `micro_batch_rows` rows a device, the model sharded over `num_devices`."""
+    shapes = parameter_shapes(config)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    trained = sum(size for name, size in sizes.items() if is_trained(name, stage))
+    total = sum(sizes.values())
+    narrow = narrow_bytes(stage)
+    embedding = ("model.embed_tokens.weight", "lm_head.weight")  # looked up; the head is counted apart
+    matrices = sum(size for name, size in sizes.items() if len(shapes[name]) >= 2 and name not in embedding)
+    tokens = micro_batch_rows * stage.seq_len
+    return MemoryEstimate(
+        parameters=WIDE * _shard(total, num_devices),
+        gradients=WIDE * _shard(trained, num_devices),
+        moments=2 * WIDE * _shard(trained, num_devices),
+        gathered=WIDE * (total + trained) if num_devices > 1 else 0,
+        casts=narrow * matrices if narrow < WIDE else 0,
+        activations=activation_bytes(config, stage, micro_batch_rows),
+        head=_head_bytes(config, tokens, narrow, trained=is_trained("lm_head.weight", stage)),
+    )
+
+
+def fit_micro_batch_rows(
+    config: LoopedConfig, stage: StageRecipe, rows: int, device_bytes: int, num_devices: int = 1
+) -> int:
+    """Rows of a forward, so that a device's `rows` of a step are done in as few and as even passes as fit.
+
+    Raises UserError when a single row does not fit into `device_bytes`.
+    """
+    usable = int(USABLE_SHARE * device_bytes)
+    if (least := estimate_memory(config, stage, 1, num_devices).total) > usable:
+        raise UserError(
+            f"Stage {stage.name}: one row of {stage.seq_len:,} tokens needs {least / 1e9:.1f} GB on each of "
+            f"{num_devices} device{'s' * (num_devices > 1)}, and {usable / 1e9:.1f} of {device_bytes / 1e9:.1f} GB "
+            f"can be used. {_advice(stage)}"
+        )
+    fits = 1
+    for candidate in range(2, rows + 1):  # memory grows with the rows
+        if estimate_memory(config, stage, candidate, num_devices).total > usable:
+            break
+        fits = candidate
+    passes = math.ceil(rows / fits)
+    return math.ceil(rows / passes)
+
+
+def _advice(stage: StageRecipe) -> str:
+    ways = {
+        "activation_checkpointing: layer": stage.activation_checkpointing == "none",
+        "precision: bf16": stage.precision == "fp32",
+        "more devices": True,
+        "a shorter seq_len": True,
+    }
+    return "What helps: " + ", ".join(way for way, open_ in ways.items() if open_) + "."
+
+
+def is_trained(name: str, stage: StageRecipe) -> bool:
+    """Whether the stage trains the parameter `name`: not frozen by pattern, and in Stage II only the gate's."""
+    gate_only = isinstance(stage.objective, GateLossRecipe)
+    if gate_only and not name.startswith("model.early_exit_gate."):
+        return False
+    return not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"model.{pattern}") for pattern in stage.freeze)
+
+
+def deepest(config: LoopedConfig, stage: StageRecipe) -> int:
+    """The largest number of loops that a step of the stage may run."""
+    if isinstance(stage.num_loops, int):
+        return stage.num_loops
+    return config.num_loops if stage.num_loops is None else stage.num_loops.max
+
+
+def mean_loops(config: LoopedConfig, stage: StageRecipe) -> float:
+    """The number of loops a step runs on average. A heavy-tailed draw's is that of its mean, the cap left aside."""
+    if isinstance(stage.num_loops, int):
+        return float(stage.num_loops)
+    if stage.num_loops is None:
+        return float(config.num_loops)
+    if isinstance(stage.num_loops, UniformDepth):
+        return (stage.num_loops.min + stage.num_loops.max) / 2
+    return min(stage.num_loops.mean + 1, float(stage.num_loops.max))
+
+
+def narrow_bytes(stage: StageRecipe) -> int:
+    """Bytes of an element in matrix products."""
+    return 2 if stage.precision == "bf16" else WIDE
+
+
+def _shard(size: int, num_devices: int) -> int:
+    return -(-size // num_devices)
+
+
+# --- Activations ----------------------------------------------------------------------------------------------------
+
+
+def activation_bytes(config: LoopedConfig, stage: StageRecipe, rows: int) -> int:
+    """What autograd keeps from the forward over `rows` rows, and the temporaries of one layer."""
+    tokens = rows * stage.seq_len
+    narrow, loops = narrow_bytes(stage), deepest(config, stage)
+    state = tokens * WIDE * config.hidden_size
+    per_layer = tokens * layer_bytes(config, narrow, stage.seq_len)
+    working = tokens * (WIDE * 4 * config.hidden_size + narrow * 4 * config.intermediate_size)
+    shared = tokens * 2 * WIDE * config.head_dim + rows * stage.seq_len**2  # cos and sin, and the boolean mask
+    if isinstance(stage.objective, GateLossRecipe):
+        # The language model is frozen: only what the gate reads is kept, and the states, which the head reads.
+        return loops * (state + tokens * narrow * config.hidden_size) + working + shared
+    kept_loops = min(loops, stage.backprop_loops or loops)
+    again = 0  # what the backward pass runs a second time, before it goes through it
+    outer = per_layer
+    if stage.activation_checkpointing != "none":
+        outer, again = state, per_layer
+    core = kept_loops * config.num_hidden_layers * outer
+    injections = max(0, kept_loops - 1) * _injection_bytes(config, tokens, narrow)
+    if stage.activation_checkpointing == "loop":
+        core, again = kept_loops * state, config.num_hidden_layers * per_layer
+        injections = 0
+    once = config.num_prelude_layers * outer + state  # the embedding, or what the prelude leaves
+    readouts = loops * (_readout_bytes(config, tokens, narrow) + config.num_coda_layers * outer)
+    return once + core + again + injections + readouts + working + shared
+
+
+def layer_bytes(config: LoopedConfig, narrow: int, seq_len: int) -> int:
+    """Bytes a token leaves behind in one application of one layer.
+
+    `narrow` is the size of an element in matrix products. The norms keep their input alone, SwiGLU its two factors
+    and their product.
+    """
+    hidden, wide = config.hidden_size, config.intermediate_size
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    # What norms read: the residual stream or sums in float32, and branches as matrix products leave them.
+    streams, branches = {"ouro": (2, 2), "sandwich": (4, 0), "pre": (2, 0), "post": (2, 0), "magic": (2, 0)}[
+        config.norm_placement
+    ]
+    total = (WIDE * streams + narrow * branches) * hidden
+    total += narrow * 2 * hidden  # what q, k and v read, and what gate and up read
+    total += narrow * 2 * (heads + keys) * config.head_dim + WIDE * heads  # q, k, v, output, log-sum-exp
+    total += narrow * 3 * wide
+    total += narrow * seq_len  # the mask as numbers, which the attention kernel keeps for itself
+    if config.qk_norm:
+        total += narrow * (heads + keys) * config.head_dim
+    if config.lora_rank:
+        total += narrow * 7 * config.lora_rank
+    return total
+
+
+def _readout_bytes(config: LoopedConfig, tokens: int, narrow: int) -> int:
+    """Bytes that the final norm, the gate and the head's gradient leave behind at one loop."""
+    hidden = config.hidden_size
+    norm_input = 0 if config.final_norm == "none" else WIDE * hidden
+    for_gate = narrow * hidden if narrow < WIDE else 0
+    gradient_of_state = WIDE * hidden
+    return tokens * (norm_input + for_gate + gradient_of_state + 6 * WIDE)
+
+
+def _injection_bytes(config: LoopedConfig, tokens: int, narrow: int) -> int:
+    hidden = config.hidden_size
+    # Beside its own input, the state that comes in is no longer the one the first layer keeps.
+    per_token = {
+        "none": 0,
+        "add": WIDE * hidden,
+        "scalar": WIDE * 2 * hidden,
+        "concat": narrow * 2 * hidden + WIDE * hidden,
+    }
+    return tokens * per_token[config.injection]
+
+
+def _head_bytes(config: LoopedConfig, tokens: int, narrow: int, *, trained: bool) -> int:
+    """A chunk of logits, the head's cast, and its gradient while it is summed and scaled."""
+    weight = config.vocab_size * config.hidden_size
+    dtype = torch.bfloat16 if narrow < WIDE else torch.float32
+    rows = min(tokens, rows_in_chunk(config.vocab_size, config.hidden_size, dtype, torch.float32))
+    cast = 2 * narrow * weight if narrow < WIDE else 0  # and the products that are added to its gradient
+    return rows * config.vocab_size * narrow + cast + (2 * WIDE * weight if trained else 0)

@@ -1,0 +1,326 @@
+"""A whole run: the stages of a recipe one after another, in one process or many, and from wherever it was left.
+
+    run_dir/recipe.yaml        the recipe with every default
+    run_dir/tokenizer/         the tokenizer, trained or loaded once
+    run_dir/tokens/            the data, tokenised once (unless the recipe names a data_cache)
+    run_dir/checkpoints/       resumable states
+    run_dir/telemetry.jsonl    and tensorboard/: what the run told
+    run_dir/<stage>/           a finished stage's model, for `looplm.load`, with the tokenizer and the recipe
+
+What a checkpoint in the middle of a stage holds, :mod:`looplm.training.checkpoint` says.
+"""
+
+import errno
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from looplm.data.corpus import evaluation_documents, held_out_documents, open_rows, prepare
+from looplm.data.documents import Document, hash_fraction
+from looplm.data.evaluation_windows import evaluation_windows
+from looplm.data.recipe import DataRecipe, FilesSource, GeneratorSource
+from looplm.data.sources import expand_paths, import_function
+from looplm.data.tokenizer import encode_plain, train_tokenizer
+from looplm.errors import UserError
+from looplm.hf.checkpoint import CONFIG
+from looplm.hf.load import load, load_tokenizer
+from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.hf.save import save_checkpoint
+from looplm.model.flops import count_parameters
+from looplm.training.architectures import check_stage, stage_configs, starting_config
+from looplm.training.checkpoint import Checkpoint, latest_checkpoint, remove_stages_before
+from looplm.training.distributed import Ranks, process_group
+from looplm.training.held_out import HeldOut
+from looplm.training.optimizer import OptimizerState, optimizer_state
+from looplm.training.recipe import RunRecipe, StageRecipe, TrainTokenizer
+from looplm.training.recipe_changes import check_changes, recipe_changes
+from looplm.training.recipe_file import dump_recipe, load_recipe
+from looplm.training.rows import LoadedRows
+from looplm.training.stage_model import build_model, change_for_stage, gathered, stage_directory
+from looplm.training.steps import StepPlan
+from looplm.training.telemetry import Telemetry
+from looplm.training.trainer import Trainer
+
+RECIPE = "recipe.yaml"
+
+_BEFORE_THE_FIRST_STEP = {RECIPE, ".recipe.new", "tokenizer", ".tokenizer.new", "tokens"}
+
+Result = TypeVar("Result")
+
+
+def run(recipe: RunRecipe, run_dir: Path, resume: bool = False, console: Console | None = None) -> None:
+    """Trains every stage of `recipe`, in the process group that torchrun set up, if it did.
+
+    Without `resume` the run directory must be empty or not there. With it, a run that was begun there goes on from its
+    last checkpoint, bit for bit; where none was begun, one is. Rank 0 alone writes and shows progress.
+
+    Raises UserError for what is wrong with recipe, data or directory, for a recipe changed in what a running stage
+    computes, and for a full disk; :class:`~looplm.training.interrupt.Interrupted` when it was asked to stop and has
+    saved.
+    """
+    try:
+        with process_group() as ranks:
+            _Run(recipe, run_dir, ranks, console if ranks.is_main else None).go(resume)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        raise UserError(
+            f"{error.filename or run_dir} could not be written: {error.strerror}. What was saved before is kept: make "
+            "room, or make it writable, and resume."
+        ) from error
+
+
+@dataclass
+class _Run:
+    recipe: RunRecipe
+    run_dir: Path
+    ranks: Ranks
+    console: Console | None
+    _documents: dict[str, list[Document]] = field(default_factory=dict)
+    """Held-out documents by what they are drawn from; stages mostly share them."""
+
+    def go(self, resume: bool) -> None:
+        """All stages that are left."""
+        latest = self.on_main(lambda: self.open_directory(resume))
+        tokenizer = self.open_tokenizer()
+        begin = 0 if latest is None else latest.stage_index
+        self.check_stages(begin, tokenizer)
+        telemetry = self.telemetry()
+        self.say(f"{self.recipe.name}: {len(self.recipe.stages)} stages, in {self.run_dir}.")
+        model: LoopLMForCausalLM | None = None
+        moments: OptimizerState | None = None
+        for index, stage in list(enumerate(self.recipe.stages))[begin:]:
+            if model is None:
+                model = self.first_model(index, tokenizer)
+            model = change_for_stage(model, stage)
+            checkpoint = latest if latest is not None and latest.stage_index == index else None
+            model = model.to(self.ranks.device)  # pyright: ignore[reportArgumentType]
+            model, moments = self.train_stage(index, model, tokenizer, telemetry, moments, checkpoint)
+        telemetry.close()
+        self.say(f"Done. The model is in {stage_directory(self.run_dir, self.recipe.stages[-1])}.")
+
+    # --- Before the first step --------------------------------------------------------------------------------------
+
+    def open_directory(self, resume: bool) -> Checkpoint | None:
+        """Makes the run directory, or finds in it where to go on; writes the recipe. On rank 0."""
+        holds = sorted(path.name for path in self.run_dir.iterdir()) if self.run_dir.is_dir() else []
+        if self.run_dir.exists() and not self.run_dir.is_dir():
+            raise UserError(f"{self.run_dir} is a file; a run needs a directory of its own (--out).")
+        latest = None
+        if set(holds) <= _BEFORE_THE_FIRST_STEP:
+            # Nothing has been trained: an attempt that failed on its data may be made again with another recipe.
+            shutil.rmtree(self.run_dir / "tokenizer", ignore_errors=True)
+        elif not resume:
+            begun = "a run that --resume continues" if RECIPE in holds else ", ".join(holds[:5])
+            raise UserError(f"{self.run_dir} is not empty: it holds {begun}. Choose another directory with --out.")
+        elif RECIPE not in holds:
+            raise UserError(f"{self.run_dir} holds no run to resume: there is no {RECIPE} in it.")
+        else:
+            latest = latest_checkpoint(self.run_dir)
+            self.accept_changes(0 if latest is None else latest.stage_index)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        fresh = self.run_dir / ".recipe.new"
+        fresh.write_text(dump_recipe(self.recipe), encoding="utf-8")
+        fresh.replace(self.run_dir / RECIPE)
+        return latest
+
+    def accept_changes(self, stage_index: int) -> None:
+        """Compares the recipe with the one the run was started with; raises UserError for what may not differ."""
+        changes = recipe_changes(load_recipe(self.run_dir / RECIPE), self.recipe, stage_index)
+        check_changes(changes, str(self.run_dir))
+        for change in changes:
+            self.say(f"Changed: {change}")
+
+    def open_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The run's tokenizer, trained on the first stage's text or loaded, and kept with the run."""
+        directory = self.run_dir / "tokenizer"
+        self.on_main(lambda: None if directory.is_dir() else self.make_tokenizer(directory))
+        return load_tokenizer(directory)
+
+    def make_tokenizer(self, directory: Path) -> None:
+        """Trains or loads the tokenizer, and writes it; on rank 0."""
+        recipe = self.recipe.tokenizer
+        if isinstance(recipe, TrainTokenizer):
+            self.say(f"Training a tokenizer of {recipe.vocab_size:,} tokens.")
+            data = self.recipe.stages[0].data
+            assert data is not None  # the schema asks for it
+            tokenizer = train_tokenizer((document.text for document in evaluation_documents(data)), recipe.vocab_size)
+        else:
+            tokenizer = load_tokenizer(recipe.path)
+        fresh = directory.with_name(".tokenizer.new")
+        tokenizer.save_pretrained(fresh)
+        fresh.rename(directory)
+
+    def check_stages(self, begin: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Looks for what later stages would stumble over, before the first one has taken its days.
+
+        Raises UserError for impossible combinations, and for files and functions of the data that are not there.
+        """
+        configs = stage_configs(self.recipe, starting_config(self.recipe, tokenizer))
+        for config, stage in list(zip(configs, self.recipe.stages, strict=True))[begin:]:
+            if stage.epochs is None:
+                steps = StepPlan(stage)
+                steps.check_ranks(self.ranks.world_size)
+                check_stage(config, stage, steps)
+            assert stage.data is not None  # the schema asks for it
+            evaluation = self.recipe.evaluation
+            held_out = evaluation.data if evaluation is not None else None
+            for source in (*stage.data.sources, *(held_out.sources if held_out is not None else ())):
+                if isinstance(source, FilesSource):
+                    expand_paths(source.paths)
+                elif isinstance(source, GeneratorSource):
+                    import_function(source)
+
+    def telemetry(self) -> Telemetry:
+        """Silent on all ranks but the first."""
+        if not self.ranks.is_main:
+            return Telemetry()
+        recipe = self.recipe.telemetry
+        return Telemetry(
+            self.run_dir,
+            self.console,
+            tensorboard=recipe.tensorboard,
+            wandb=recipe.wandb,
+            run_config=self.recipe.model_dump(mode="json"),
+        )
+
+    def first_model(self, index: int, tokenizer: PreTrainedTokenizerBase) -> LoopLMForCausalLM:
+        """What stage `index` begins with, when it is the first of this process."""
+        if index == 0:
+            return build_model(self.recipe, starting_config(self.recipe, tokenizer), tokenizer)
+        return load(stage_directory(self.run_dir, self.recipe.stages[index - 1]), dtype=torch.float32)
+
+    # --- One stage --------------------------------------------------------------------------------------------------
+
+    def train_stage(
+        self,
+        index: int,
+        model: LoopLMForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        telemetry: Telemetry,
+        moments: OptimizerState | None,
+        checkpoint: Checkpoint | None,
+    ) -> tuple[LoopLMForCausalLM, OptimizerState]:
+        """One stage from its start or its checkpoint to its end, with its model saved; returns what the next needs."""
+        stage = self.recipe.stages[index]
+        rows, num_steps = self.open_data(index, model, tokenizer)
+        evaluation = self.recipe.evaluation
+        trainer = Trainer(
+            model, stage, rows, telemetry, self.run_dir,
+            seed=self.recipe.seed, num_steps=num_steps, checkpoints=self.recipe.checkpoints,
+            held_out=self.held_out(stage, model, tokenizer),
+            held_out_every=evaluation.every if evaluation is not None else None,
+            state_gradients_every=self.recipe.telemetry.state_gradients_every,
+            optimizer_state=moments, stage_index=index,
+        )  # fmt: skip
+        if checkpoint is not None:
+            trainer.resume(checkpoint.directory)
+            self.say(f"Resuming at step {trainer.step} from {checkpoint.directory.name}.")
+        else:
+            telemetry.rewind(stage.name, 0)
+        self.say(self.headline(stage, model, num_steps))
+        trainer.run()
+        self.save_model(stage, model, tokenizer)
+        self.on_main(lambda: remove_stages_before(self.run_dir, index))
+        return model, optimizer_state(model, trainer.optimizer)
+
+    def open_data(
+        self, index: int, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[LoadedRows, int]:
+        """The rows of a stage, tokenised on rank 0 where they are not yet, and the stage's number of steps."""
+        stage, data = self.recipe.stages[index], self.recipe.stages[index].data
+        assert data is not None  # the schema asks for it
+        cache = Path(self.recipe.data_cache) if self.recipe.data_cache is not None else self.run_dir / "tokens"
+        vocab_size = model.model.config.vocab_size
+        self.on_main(lambda: prepare(data, tokenizer, cache, vocab_size=vocab_size, say=self.say) and None)
+        stream = open_rows(
+            data, tokenizer,
+            seq_len=stage.seq_len, seed=self.recipe.seed + index, cache_dir=cache,
+            rank=self.ranks.rank, world_size=self.ranks.world_size, vocab_size=vocab_size, say=self.say,
+        )  # fmt: skip
+        steps = StepPlan(stage, rows_per_epoch=stream.rows_per_epoch)
+        check_stage(model.model.config, stage, steps)
+        return LoadedRows(stream, self.recipe.data_workers), steps.num_steps
+
+    def held_out(
+        self, stage: StageRecipe, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase
+    ) -> HeldOut | None:
+        """What is measured during the stage, if the recipe asks for it."""
+        recipe = self.recipe.evaluation
+        if recipe is None:
+            return None
+        assert stage.data is not None  # the schema asks for it
+        key = (recipe.data or stage.data).model_dump_json()
+        if key not in self._documents:
+            self._documents[key] = sample_documents(recipe.data, stage.data, tokenizer, recipe.max_tokens)
+        windows = evaluation_windows(self._documents[key], tokenizer, recipe.seq_len or stage.seq_len)
+        return HeldOut(windows, recipe.max_loops or model.model.config.num_loops + 2, recipe.batch_rows)
+
+    def headline(self, stage: StageRecipe, model: LoopLMForCausalLM, num_steps: int) -> str:
+        """A stage in one line."""
+        config = model.model.config
+        return (
+            f"Stage {stage.name}: {count_parameters(config).total:,} parameters, {config.num_loops} loops, "
+            f"{num_steps:,} steps, {StepPlan(stage, num_steps).num_tokens:,} tokens in rows of {stage.seq_len:,}, on "
+            f"{self.ranks.world_size} x {self.ranks.device.type}."
+        )
+
+    def save_model(self, stage: StageRecipe, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Writes the stage's model, unless an earlier process has."""
+        directory = stage_directory(self.run_dir, stage)
+        if self.on_main((directory / CONFIG).is_file):
+            return
+        whole = gathered(model)  # a matter of all ranks
+
+        def write() -> None:
+            save_checkpoint(whole, directory, tokenizer)
+            (directory / RECIPE).write_text(dump_recipe(self.recipe), encoding="utf-8")
+
+        self.on_main(write)
+        self.say(f"Stage {stage.name} is done; its model is in {directory}.")
+
+    # --- Ranks ------------------------------------------------------------------------------------------------------
+
+    def say(self, line: str) -> None:
+        """Shows a line, on rank 0."""
+        if self.console is not None:
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def on_main(self, function: Callable[[], Result]) -> Result:
+        """What `function` returns on rank 0, on all ranks; a UserError there is raised everywhere."""
+        if self.ranks.world_size == 1:
+            return function()
+        found: list[tuple[Result | None, str | None] | None] = [None]
+        if self.ranks.is_main:
+            try:
+                found = [(function(), None)]
+            except UserError as error:
+                found = [(None, str(error))]
+        dist.broadcast_object_list(found, src=0)
+        assert found[0] is not None
+        result, complaint = found[0]
+        if complaint is not None:
+            raise UserError(complaint)
+        return result  # pyright: ignore[reportReturnType]
+
+
+def sample_documents(
+    evaluation: DataRecipe | None, training: DataRecipe, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> list[Document]:
+    """Held-out documents of about `max_tokens` tokens, drawn by the hash of their names: the same in every process."""
+    documents = held_out_documents(training) if evaluation is None else evaluation_documents(evaluation)
+    drawn: list[Document] = []
+    num_tokens = 0
+    for document in sorted(documents, key=lambda document: hash_fraction(document.name, salt="evaluation")):
+        if num_tokens >= max_tokens:
+            break
+        drawn.append(document)
+        num_tokens += len(encode_plain([document.text], tokenizer)[0])
+    return drawn
