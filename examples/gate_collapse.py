@@ -25,7 +25,7 @@ from text_experiment import (
 from looplm.evaluation.depth_sweep import depth_sweep
 from looplm.evaluation.exit_curve import gate_statistics
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.training.recipe import OptimizerRecipe, ScheduleRecipe
+from looplm.training.stage_recipe import OptimizerRecipe, ScheduleRecipe
 from looplm.training.text_model import TextRecipe
 
 RECIPE = TextRecipe(
@@ -83,6 +83,8 @@ def settings(smoke: bool) -> list[Setting]:
         Setting(0.05, 0, 0),
         Setting(0.05, 200, 0),
         *(Setting(beta, warmup, seed) for seed in (1, 2)),
+        Setting(0.03, 0, 0),
+        Setting(0.03, 200, 0),
         *(Setting(0.2, warmup, seed) for seed in (1, 2)),
         *(Setting(beta, 200, seed) for seed in (1, 2)),
         Setting(0.1, warmup, 0),
@@ -154,22 +156,27 @@ def draw(results: list[dict[str, Any]], experiment: Experiment) -> None:
     columns = ["cell", "mean exit pdf", "entropy", "bits per byte", "collapse alarm at step"]
     experiment.console.print(table("Held-out text", columns, rows))
     drawn, axes = figure(3, "Share of the exit distribution on loop 1, over training steps")
-    groups = (("beta, warmup 50", False, "beta"), ("warmup, beta 0.02", False, "warmup_steps"),
-              ("from the collapsed model", True, "beta"))  # fmt: skip
-    for axis, (title, recovers, varied) in zip(axes, groups, strict=True):
-        fixed, value = ("warmup_steps", 50) if varied == "beta" else ("beta", 0.02)
-        chosen = [
-            found for found in results
-            if found["setting"]["recovers"] == recovers and (recovers or found["setting"][fixed] == value)
-        ]  # fmt: skip
-        values = sorted({found["setting"][varied] for found in chosen})
-        for found in chosen:
-            colour = COLOURS[values.index(found["setting"][varied])]
-            label = f"{found['setting'][varied]:g}" if found["setting"]["seed"] == 0 else None
-            share = [pdf[0] for pdf in found["exit_pdf_over_steps"]]
-            axis.plot(found["steps"], share, color=colour, label=label, linewidth=1.2)
+    betas = sorted({found["setting"]["beta"] for found in results})
+    groups = (
+        ("warmup 50", lambda one: not one["recovers"] and one["warmup_steps"] == 50),
+        ("warmup 200 dashed, 0 solid", lambda one: not one["recovers"] and one["warmup_steps"] != 50),
+        ("from the collapsed model", lambda one: one["recovers"]),
+    )
+    for axis, (title, belongs) in zip(axes, groups, strict=True):
         axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
-        if chosen:
+        labelled: set[float] = set()
+        for found in (found for found in results if belongs(found["setting"])):
+            beta, warmup = found["setting"]["beta"], found["setting"]["warmup_steps"]
+            axis.plot(
+                found["steps"],
+                [pdf[0] for pdf in found["exit_pdf_over_steps"]],
+                "--" if warmup == 200 else "-",
+                color=COLOURS[betas.index(beta)],
+                label=None if beta in labelled else f"beta {beta:g}",
+                linewidth=1.2,
+            )
+            labelled.add(beta)
+        if labelled:
             axis.legend(fontsize=7, frameon=False)
     experiment.write(results, drawn)
 

@@ -29,7 +29,7 @@ from looplm.evaluation.exit_curve import gate_statistics
 from looplm.evaluation.exit_rules import fixed_exit, gate_exit
 from looplm.evaluation.record import DepthRecord
 from looplm.model.flops import training_flops
-from looplm.training.recipe import RoutingRecipe
+from looplm.training.stage_recipe import RoutingRecipe
 from looplm.training.text_model import TextRecipe
 
 EXPECTED, ROUTING = "expected_loss", "routing"

@@ -35,7 +35,7 @@ from looplm.evaluation.exit_rules import (
     oracle_exit,
     stable_argmax_exit,
 )
-from looplm.training.recipe import GateLossRecipe
+from looplm.training.stage_recipe import GateLossRecipe
 from looplm.training.text_model import TextRecipe
 
 RECIPE = TextRecipe(

@@ -25,7 +25,8 @@ from looplm.hf.load import load
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.hf.save import save_checkpoint
 from looplm.training.checkpoint import list_checkpoints
-from looplm.training.recipe import CheckpointsRecipe, StageRecipe
+from looplm.training.recipe import CheckpointsRecipe
+from looplm.training.stage_recipe import StageRecipe
 from looplm.training.telemetry import Telemetry
 from looplm.training.text_model import Corpus, TextRecipe, new_model, prepare_corpus, train_stage
 

@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from looplm.bench.naive import NaiveLoopedLlama
-from looplm.bench.sizes import Checkpointing, Compile, TrainSizes
+from looplm.bench.sizes import Compile, TrainSizes
 from looplm.hf.config import LoopLMConfig
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.objectives import expected_loss
+from looplm.training.layer_wrapping import wrap_layers
+from looplm.training.stage_recipe import ActivationCheckpointing
 
 SideName = Literal["naive", "looplm"]
 
@@ -60,12 +60,12 @@ def build_side(
     sizes: TrainSizes,
     *,
     compile: Compile = "none",
-    checkpointing: Checkpointing = "none",
+    checkpointing: ActivationCheckpointing = "none",
     device: str = "cpu",
 ) -> Side:
     """One side, freshly initialised from seed 0.
 
-    checkpointing: recompute each layer, or each loop, in the backward pass (ours only).
+    checkpointing: what our backward pass runs again, see :func:`looplm.training.layer_wrapping.wrap_layers`.
     """
     torch.manual_seed(0)
     if name == "naive":
@@ -84,14 +84,11 @@ def _naive(sizes: TrainSizes, compile: Compile, device: torch.device) -> Side:
     return Side(model, model, sizes, device)
 
 
-def _ours(sizes: TrainSizes, compile: Compile, checkpointing: Checkpointing, device: torch.device) -> Side:
+def _ours(sizes: TrainSizes, compile: Compile, checkpointing: ActivationCheckpointing, device: torch.device) -> Side:
     with device:  # drawn where it will stay
         model = LoopLMForCausalLM(LoopLMConfig.from_model_config(sizes.model_config()))
     model.to(_dtype(sizes))  # pyright: ignore[reportArgumentType]
-    if compile != "none":
-        for layer in model.model.layers:
-            layer.forward = torch.compile(layer.forward)
-    recompute(model, checkpointing)
+    wrap_layers(model, compile != "none", checkpointing)
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
         return expected_loss(model, model.model(input_ids), labels, beta=sizes.beta)[0]
@@ -101,12 +98,3 @@ def _ours(sizes: TrainSizes, compile: Compile, checkpointing: Checkpointing, dev
 
 def _dtype(sizes: TrainSizes) -> torch.dtype:
     return torch.float64 if sizes.precision == "fp64" else torch.float32
-
-
-def recompute(model: LoopLMForCausalLM, checkpointing: Checkpointing) -> None:
-    """Runs each layer, or each application of the core, a second time in the backward pass."""
-    if checkpointing == "layer":
-        for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    elif checkpointing == "loop":
-        model.model.run_core = partial(checkpoint, model.model.run_core, use_reentrant=False)

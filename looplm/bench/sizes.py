@@ -7,7 +7,6 @@ from looplm.errors import UserError
 from looplm.model.config import LoopedConfig, NormPlacement
 
 Precision = Literal["bf16", "fp32", "fp64"]
-Checkpointing = Literal["none", "layer", "loop"]
 Compile = Literal["none", "blocks", "blocks+loss"]
 """What torch.compile gets: nothing, every block on both sides, or the baseline's head and loss too (ours takes its
 softmax in the cache and has nothing there to compile)."""

@@ -15,9 +15,10 @@ from typing import get_args
 import torch
 
 from looplm.bench.breakdown import Part
-from looplm.bench.sizes import Checkpointing, Compile, TrainSizes
+from looplm.bench.sizes import Compile, TrainSizes
 from looplm.bench.worker import Worker
 from looplm.errors import UserError
+from looplm.training.stage_recipe import ActivationCheckpointing
 
 Say = Callable[[str], None]
 SIDES = ("naive", "looplm")
@@ -29,7 +30,7 @@ class Measured:
 
     side: str
     compile: Compile = "none"
-    checkpointing: Checkpointing = "none"
+    checkpointing: ActivationCheckpointing = "none"
     num_loops: int
     seq_len: int
     batch_size: int
@@ -84,10 +85,10 @@ def cpu_name() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def parse_checkpointing(text: str) -> Checkpointing:
-    """`none`, `layer` or `loop`; UserError for anything else."""
-    if text not in get_args(Checkpointing):
-        raise UserError(f"--recompute is {text!r}; choose from {', '.join(get_args(Checkpointing))}.")
+def parse_checkpointing(text: str) -> ActivationCheckpointing:
+    """`none`, `layer`, `loop` or `both`; UserError for anything else."""
+    if text not in get_args(ActivationCheckpointing):
+        raise UserError(f"--recompute is {text!r}; choose from {', '.join(get_args(ActivationCheckpointing))}.")
     return text  # type: ignore[return-value]
 
 
@@ -105,7 +106,7 @@ def compare(
     *,
     compiles: Sequence[Compile] = ("none", "blocks", "blocks+loss"),
     repeats: int = 5,
-    checkpointing: Checkpointing = "none",
+    checkpointing: ActivationCheckpointing = "none",
     threads: int = 1,
     device: str = "cpu",
     parts: bool = True,
@@ -123,7 +124,7 @@ def compare(
             for name in SIDES:
                 say(f"{name}, compile {compile}: first step")
                 worker = stack.enter_context(Worker(threads))
-                recomputed: Checkpointing = checkpointing if name == "looplm" else "none"
+                recomputed: ActivationCheckpointing = checkpointing if name == "looplm" else "none"
                 pair[name] = worker, _prepare(worker, name, sizes, compile, recomputed, device)
             for i in range(repeats):
                 say(f"compile {compile}: step {i + 1} of {repeats} of each in turn")
@@ -155,7 +156,7 @@ def sweep(
     for seq_len in seq_lens:
         batch_size = max(1, sizes.num_tokens // seq_len)
         points.append(dataclasses.replace(sizes, seq_len=seq_len, batch_size=batch_size))
-    variants: list[tuple[str, Checkpointing]] = [
+    variants: list[tuple[str, ActivationCheckpointing]] = [
         ("looplm", "none"), ("looplm", "layer"), ("looplm", "loop"), ("naive", "none")
     ]  # fmt: skip
     rows: list[Measured] = []
@@ -176,7 +177,7 @@ def sweep(
 
 
 def _prepare(
-    worker: Worker, side: str, sizes: TrainSizes, compile: Compile, checkpointing: Checkpointing, device: str
+    worker: Worker, side: str, sizes: TrainSizes, compile: Compile, checkpointing: ActivationCheckpointing, device: str
 ) -> Measured:
     """Builds a side, warms it up and measures the memory of a step."""
     num_parameters = worker.build(side, sizes, compile=compile, checkpointing=checkpointing, device=device)

@@ -12,13 +12,14 @@ from looplm.bench.devices import Peak
 from looplm.bench.figures import Figure
 from looplm.bench.memory import PeakMeter
 from looplm.bench.sides import Side, build_side
-from looplm.bench.sizes import Checkpointing, Compile, TrainSizes
+from looplm.bench.sizes import Compile, TrainSizes
 from looplm.model.flops import training_flops
+from looplm.training.stage_recipe import ActivationCheckpointing
 
 SECTION = "training"
 GIB = 2**30
 
-CHOICES: tuple[tuple[Compile, Checkpointing], ...] = (
+CHOICES: tuple[tuple[Compile, ActivationCheckpointing], ...] = (
     ("blocks", "layer"),
     ("blocks", "none"),
     ("none", "layer"),
@@ -36,7 +37,7 @@ def utilisation(
     until: float,
     repeats: int = 3,
     most_rows: int | None = None,
-    choices: Sequence[tuple[Compile, Checkpointing]] = CHOICES,
+    choices: Sequence[tuple[Compile, ActivationCheckpointing]] = CHOICES,
 ) -> Iterator[Figure]:
     """For each choice, the micro-batch with most tokens per second among those that fit; then the best of all.
 
@@ -92,7 +93,7 @@ def _doubling(first: int) -> Iterator[int]:
 
 
 def _measure(
-    sizes: TrainSizes, compile: Compile, checkpointing: Checkpointing, device: torch.device, repeats: int
+    sizes: TrainSizes, compile: Compile, checkpointing: ActivationCheckpointing, device: torch.device, repeats: int
 ) -> tuple[float, int]:
     """(tokens per second at the median step, most bytes a step holds in all)."""
     side = build_side("looplm", sizes, compile=compile, checkpointing=checkpointing, device=str(device))

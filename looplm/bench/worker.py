@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from looplm.bench.sizes import Checkpointing, Compile, TrainSizes
+from looplm.bench.sizes import Compile, TrainSizes
 from looplm.errors import UserError
+from looplm.training.stage_recipe import ActivationCheckpointing
 
 
 class Worker:
@@ -46,7 +47,7 @@ class Worker:
         sizes: TrainSizes,
         *,
         compile: Compile = "none",
-        checkpointing: Checkpointing = "none",
+        checkpointing: ActivationCheckpointing = "none",
         device: str = "cpu",
     ) -> int:
         """Builds a side in place of the one before; its number of parameters."""
@@ -84,7 +85,7 @@ class Answers:
         side: str,
         sizes: dict[str, Any],
         compile: Compile,
-        checkpointing: Checkpointing,
+        checkpointing: ActivationCheckpointing,
         device: str,
         threads: int,
     ) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def train(
         str, typer.Option(help="none, blocks, blocks+loss (the baseline's loss too), or several with commas.")
     ] = "none,blocks,blocks+loss",
     recompute: Annotated[
-        str, typer.Option(help="Our activations recomputed in the backward pass: none, layer or loop.")
+        str, typer.Option(help="Our activations recomputed in the backward pass: none, layer, loop or both.")
     ] = "none",
     hidden_size: Annotated[int | None, typer.Option(help="Hidden size.  [512]", show_default=False)] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Of the feed-forward.  [1408]")] = None,

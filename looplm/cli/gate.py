@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from looplm.data.recipe import DataRecipe
     from looplm.evaluation.exit_curve import GateStatistics
     from looplm.hf.modeling import LoopLMForCausalLM
-    from looplm.training.recipe import StageRecipe
+    from looplm.training.stage_recipe import StageRecipe
 
 MEASURED_TOKENS = 50_000
 
@@ -60,7 +60,7 @@ def gate(
     """
     from looplm.cli.train import choose_device
     from looplm.strict import parse
-    from looplm.training.recipe import StageRecipe
+    from looplm.training.stage_recipe import StageRecipe
 
     if device is not None:
         choose_device(device)

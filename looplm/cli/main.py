@@ -1,6 +1,7 @@
 """The `looplm` application: registers the commands and turns failures into exit statuses.
 
-0: done. 2: the input or the options are wrong, said in one paragraph on stderr. 130: interrupted.
+0: done. 1: `parity` found a difference. 2: the input or the options are wrong, said in one paragraph on stderr.
+130, 143: interrupted by Ctrl-C or SIGTERM.
 Anything else is a defect of looplm and keeps its traceback.
 """
 

@@ -264,12 +264,12 @@ def reference_model(source: DenseSource, dtype: torch.dtype, computed: torch.dty
     if source.model is not None:
         if source.model.dtype == dtype == computed:
             return source.model
-        return copy.deepcopy(source.model).to(dtype).to(computed)
+        return copy.deepcopy(source.model).to(dtype=dtype).to(dtype=computed)  # pyright: ignore[reportCallIssue]
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             source.path, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
-    return model.to(computed).eval()
+    return model.to(dtype=computed).eval()  # pyright: ignore[reportCallIssue]
 
 
 def dense_tokenizer(source: DenseSource) -> PreTrainedTokenizerBase | None:
@@ -278,15 +278,32 @@ def dense_tokenizer(source: DenseSource) -> PreTrainedTokenizerBase | None:
     Raises UserError for one that cannot be read.
     """
     if source.path.is_file():
-        if "tokenizer.ggml.tokens" not in read_gguf_header(source.path).metadata:
-            return None
-        try:
-            with quiet_transformers():
-                return AutoTokenizer.from_pretrained(
-                    source.path.parent, gguf_file=source.path.name, local_files_only=True
-                )
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-            raise UserError(f"The tokenizer in {source.path} cannot be read: {error}") from None
+        return gguf_tokenizer(source.path)
     if source.model is not None or not any((source.path / name).is_file() for name in TOKENIZER_FILES):
         return None
     return load_tokenizer(source.path)
+
+
+def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a GGUF file, whose weights are left alone; None where it has none.
+
+    Raises UserError for a file or tokenizer that cannot be read.
+    """
+    if "tokenizer.ggml.tokens" not in read_gguf_header(file).metadata:
+        return None
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise UserError(f"The tokenizer in {file} cannot be read: {error}") from None
+
+
+def any_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory, a hub name or a GGUF file. Raises UserError where there is none."""
+    path = local_path(source)
+    if not (path.is_file() and path.suffix == ".gguf"):
+        return load_tokenizer(source)
+    tokenizer = gguf_tokenizer(path)
+    if tokenizer is None:
+        raise UserError(f"{source} holds no tokenizer.")
+    return tokenizer

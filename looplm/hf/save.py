@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -54,7 +55,9 @@ def write_model(
     max_shard_size: str | int | None = None,
 ) -> None:
     """Config, weights and tokenizer into a directory, as they come. Raises UserError for an impossible shard size."""
-    sharding = {} if max_shard_size is None else {"max_shard_size": check_shard_size(max_shard_size)}
+    sharding: dict[str, Any] = {}
+    if max_shard_size is not None:
+        sharding["max_shard_size"] = check_shard_size(max_shard_size)
     with quiet_transformers():
         model.save_pretrained(directory, state_dict=state_dict, **sharding)
         if tokenizer is not None:

@@ -135,5 +135,7 @@ def drafts_now(arrival: Arrival) -> bool:
 
 def screens_now(arrival: Arrival, tokens_follow: bool) -> bool:
     """Whether the screen has to look now: at its own loop, or before a token is chosen if that comes first."""
-    screen = arrival.request.screen
-    return screen is not None and not arrival.flight.screened and (tokens_follow or arrival.loop >= screen.loops)
+    screen, flight = arrival.request.screen, arrival.flight
+    if screen is None or flight.screened or flight.forced:  # what a screen has put there it does not judge
+        return False
+    return tokens_follow or arrival.loop >= screen.loops

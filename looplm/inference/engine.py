@@ -19,6 +19,7 @@ from looplm.inference.decide import Clock, Reading
 from looplm.inference.decode import tick
 from looplm.inference.exit_policy import ExitPolicy
 from looplm.inference.memory import Memory
+from looplm.inference.packed import packed_model
 from looplm.inference.passes import LanguageModel
 from looplm.inference.prefill import prefill
 from looplm.inference.prompts import Parts, Prompt, check_model, listed, model_defaults, one_for_each, read_prompt
@@ -49,6 +50,9 @@ class Engine:
     chunk_size: most positions of prompts in one pass, and of one request in catching up.
     memory_bytes: limit for cache, states and all else that is kept per position, taken at the first request. Requests
         that do not fit beside others wait. None takes what requests need, as they come.
+    pack_weights: keep a second copy of the matrices, laid out for this CPU, which makes decoding up to twice as fast at
+        one row. None does so where it helps, in bfloat16 on a CPU that multiplies it, and there is memory for it.
+        Weights that change in place are packed anew with the next prompt.
     share_prefixes: whether a prompt uses what has been computed for another that begins alike.
     clock: seconds, for `Deadline`.
 
@@ -65,6 +69,7 @@ class Engine:
         max_len: int | None = None,
         chunk_size: int = 512,
         memory_bytes: int | None = None,
+        pack_weights: bool | None = None,
         share_prefixes: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -79,6 +84,8 @@ class Engine:
             if value is not None:
                 check_number(name, value, Integral, 1, math.inf)
         self.model, self.tokenizer = model, tokenizer
+        self._packed = packed_model(model, pack_weights)
+        self._run_by: LanguageModel = model if self._packed is None else self._packed
         self.kv_cache: CacheStrategy = strategies[kv_cache]
         self.max_batch, self.chunk_size, self.memory_bytes = max_batch, chunk_size, memory_bytes
         context = model.model.config.max_position_embeddings
@@ -199,6 +206,8 @@ class Engine:
         screen: Screen | None,
     ) -> list[Request]:
         given = listed(prompts)
+        if self._packed is not None:
+            self._packed.refresh()
         samplings = one_for_each(
             "sampling", SamplingParams() if sampling is None else sampling, SamplingParams, len(given)
         )
@@ -308,7 +317,7 @@ class Engine:
         finished = self._sweep(joined)
         if scheduler.prefilling:
             reading = list(scheduler.prefilling)
-            work = prefill(self.model, memory, reading, self.chunk_size, self._clock, self._emit)
+            work = prefill(self._run_by, memory, reading, self.chunk_size, self._clock, self._emit)
             stats.prompt_weight_passes += work.weight_passes
             stats.prompt_token_loops += work.token_loops
             stats.prompt_head_reads += work.head_reads
@@ -322,7 +331,7 @@ class Engine:
         if scheduler.decoding:
             decoding = list(scheduler.decoding)
             before = sum(r.drafted for r in decoding), sum(r.accepted for r in decoding)
-            work = tick(self.model, memory, decoding, self.chunk_size, self._clock, self._emit)
+            work = tick(self._run_by, memory, decoding, self.chunk_size, self._clock, self._emit)
             stats.weight_passes += work.weight_passes
             stats.token_loops += work.token_loops
             stats.head_reads += work.head_reads

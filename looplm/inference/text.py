@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
         """Id -> added token, with its `content` and whether it is `special`."""
         ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with or without the special tokens that the tokenizer itself puts around one."""
         ...
 

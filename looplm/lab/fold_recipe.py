@@ -9,7 +9,7 @@ from looplm.hf.config import LoopLMConfig
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.lab.fold import PAD, VOCAB_SIZE, FoldTask
 from looplm.model.config import LoopedConfig
-from looplm.training.recipe import (
+from looplm.training.stage_recipe import (
     ExpectedLossRecipe,
     GateLossRecipe,
     OptimizerRecipe,

@@ -4,22 +4,16 @@ import dataclasses
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from looplm.conversion.dense_source import any_tokenizer
 from looplm.conversion.upcycling import duplicated_layers
 from looplm.data.tokenizer import require_vocabulary
 from looplm.errors import UserError
 from looplm.hf.checkpoint import CONFIG, find_checkpoint, read_config
-from looplm.hf.load import load_tokenizer
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import parameter_shapes
-from looplm.training.memory import deepest
-from looplm.training.recipe import (
-    CheckpointModel,
-    GateLossRecipe,
-    RoutingRecipe,
-    RunRecipe,
-    StageRecipe,
-    TrainTokenizer,
-)
+from looplm.training.memory import deepest, is_trained, shallowest
+from looplm.training.recipe import CheckpointModel, RunRecipe, TrainTokenizer
+from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe
 from looplm.training.steps import StepPlan
 
 if TYPE_CHECKING:
@@ -53,7 +47,7 @@ def _vocabulary(recipe: RunRecipe, tokenizer: "PreTrainedTokenizerBase | None") 
     if isinstance(recipe.tokenizer, TrainTokenizer):
         return recipe.tokenizer.vocab_size
     try:
-        return len(load_tokenizer(recipe.tokenizer.path))
+        return len(any_tokenizer(recipe.tokenizer.path))
     except UserError as error:
         raise UserError(
             f"The vocabulary's size is not known: the recipe gives none, and its tokenizer cannot be asked ({error}) "
@@ -90,8 +84,8 @@ def stage_changes(config: LoopedConfig, stage: StageRecipe) -> dict[str, int | f
 
 
 def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> None:
-    """Raises UserError for an objective that the stage's depth or length leaves nothing to do, and for frozen names
-    that no parameter has."""
+    """Raises UserError for an objective that the stage's depth or length leaves nothing to do, for frozen names that no
+    parameter has, and for a truncation that no gradient passes on its way to the embeddings."""
     names = [*parameter_shapes(config), "lm_head.weight"]
     for pattern in stage.freeze:
         if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"model.{pattern}") for name in names):
@@ -99,6 +93,7 @@ def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> No
                 f"Stage {stage.name}: freeze names {pattern!r}, but no parameter is called so; names are like "
                 f"{names[0]} and {names[1]}."
             )
+    _check_truncation(config, stage)
     depth, objective = deepest(config, stage), stage.objective
     if isinstance(objective, GateLossRecipe) and depth < 2:
         raise UserError(
@@ -108,4 +103,23 @@ def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> No
         raise UserError(
             f"Stage {stage.name}: the routing curriculum needs {depth - 1} phases of {objective.phase_steps} steps "
             f"before it reaches {depth} loops, and the stage has {steps.num_steps} steps. Shorten phase_steps."
+        )
+
+
+def _check_truncation(config: LoopedConfig, stage: StageRecipe) -> None:
+    """Past truncated loops, gradient reaches the embeddings by injection or a tied head alone, a prelude by injection."""
+    kept, tied = stage.backprop_loops, config.tie_word_embeddings
+    if kept is None or kept >= shallowest(config, stage) or config.injection != "none":
+        return
+    cut_off = [
+        name
+        for name in parameter_shapes(config)
+        if is_trained(name, stage)
+        and (name.startswith("model.prelude.") or (name == "model.embed_tokens.weight" and not tied))
+    ]
+    if cut_off:
+        raise UserError(
+            f"Stage {stage.name}: with backprop_loops {kept} below the depth no gradient would ever reach {cut_off[0]}"
+            f"{' and others' * (len(cut_off) > 1)}: the first loop alone reads them. Give the model an injection, leave "
+            "backprop_loops out, or freeze them."
         )

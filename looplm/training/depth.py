@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from looplm.training.recipe import PoissonLognormalDepth, RoutingRecipe, StageRecipe, UniformDepth
+from looplm.training.stage_recipe import PoissonLognormalDepth, RoutingRecipe, StageRecipe, UniformDepth
 
 _STREAM = 0x6465707468
 """Keeps these draws apart from others that start from the same seed."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
-from looplm.training.recipe import DivergenceRecipe
+from looplm.training.stage_recipe import DivergenceRecipe
 
 LEAST_DEVIATION = 1e-3
 """A loss that hardly moves has no spread to speak of: at least this share of its mean counts as one deviation."""

@@ -6,8 +6,8 @@ from torch import Tensor
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.objectives import expected_loss, gate_loss, geometric_prior, routing_loss
 from looplm.objectives.expected_loss import Metrics
-from looplm.training.recipe import ExpectedLossRecipe, GateLossRecipe, GeometricPrior, StageRecipe
 from looplm.training.rows import Batch
+from looplm.training.stage_recipe import ExpectedLossRecipe, GateLossRecipe, GeometricPrior, StageRecipe
 
 
 def weigh_loops(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, linear_regression
 from typing import Any
 
-from looplm.training.recipe import ExpectedLossRecipe, GateLossRecipe, Objective, RoutingRecipe
+from looplm.training.stage_recipe import ExpectedLossRecipe, GateLossRecipe, Objective, RoutingRecipe
 from looplm.training.telemetry_record import Record
 
 COLLAPSED, RECOVERED = 0.02, 0.1

@@ -7,22 +7,23 @@ every loop and every depth.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.training.stage_recipe import ActivationCheckpointing
 
 
-def wrap_layers(
-    model: LoopLMForCausalLM, compiled: bool, activation_checkpointing: Literal["none", "layer", "loop"]
-) -> None:
+def wrap_layers(model: LoopLMForCausalLM, compiled: bool, activation_checkpointing: ActivationCheckpointing) -> None:
     """Wraps the layers anew; `wrap_layers(model, False, "none")` leaves the model bare.
 
     activation_checkpointing: what the backward pass runs again instead of keeping its activations. "layer" keeps the
-        input of every layer at every loop; "loop" keeps that of every loop, and of each prelude and coda layer.
+        input of every layer at every loop; "loop" keeps that of every loop, and of each prelude and coda layer, and
+        holds all of one loop while it goes back through that; "both" keeps what "loop" keeps, and of the loop that it
+        goes back through the input of every layer, so that each is run three times.
     """
     bare = model.model
     outer = [*bare.prelude, *bare.coda]
@@ -31,9 +32,10 @@ def wrap_layers(
         if compiled:
             layer.forward = torch.compile(layer.forward)
     bare.__dict__.pop("run_core", None)
-    if activation_checkpointing == "loop":
+    if activation_checkpointing in ("loop", "both"):
         bare.run_core = partial(_recomputed, bare.run_core)  # pyright: ignore[reportAttributeAccessIssue]
-    recomputed = {"none": [], "layer": [*outer, *bare.layers], "loop": outer}[activation_checkpointing]
+    everything = [*outer, *bare.layers]
+    recomputed = {"none": [], "layer": everything, "loop": outer, "both": everything}[activation_checkpointing]
     for layer in recomputed:
         layer.forward = partial(_recomputed, layer.forward)
 

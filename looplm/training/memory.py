@@ -4,6 +4,9 @@ Counted is what the eager step allocates: parameters, gradients and AdamW moment
 sharding and autocast make, every tensor that autograd keeps for the backward pass (exact, see the tests), the head's
 buffers, and the temporaries of one layer. A compiled block keeps less. Allocator waste and the CUDA context are not
 counted: `USABLE_SHARE` leaves room for them.
+
+Sizes are those of a GPU, where packed rows take block masks of a few bytes (:mod:`looplm.model.flex`). A CPU takes a
+dense mask, S * S a row, and its attention keeps a numeric copy: `dense_mask=True` counts both.
 """
 
 import math
@@ -16,7 +19,7 @@ from looplm.errors import UserError
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import parameter_shapes
 from looplm.objectives.cross_entropy import rows_in_chunk
-from looplm.training.recipe import GateLossRecipe, StageRecipe, UniformDepth
+from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe, UniformDepth
 
 USABLE_SHARE = 0.9
 """Of a device's memory, what the estimate may fill."""
@@ -38,7 +41,7 @@ class MemoryEstimate:
     gathered: int
     """Under sharding, the whole parameters and gradients that exist during a step; 0 on one device."""
     casts: int
-    """bfloat16 copies of the matrices under autocast."""
+    """bfloat16 copies of the matrices under autocast, as far as they exist at the peak."""
     activations: int
     """What the backward pass needs, and the temporaries of one layer."""
     head: int
@@ -59,37 +62,48 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: LoopedConfig, stage: StageRecipe, micro_batch_rows: int, num_devices: int = 1
+    config: LoopedConfig, stage: StageRecipe, micro_batch_rows: int, num_devices: int = 1, *, dense_mask: bool = False
 ) -> MemoryEstimate:
-    """The peak of a step of `stage` over `micro_batch_rows` rows a device, the model sharded over `num_devices`."""
+    """The peak of a step of `stage` over `micro_batch_rows` rows a device, the model sharded over `num_devices`.
+
+    dense_mask: of a CPU (see above).
+    """
     shapes = parameter_shapes(config)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     trained = sum(size for name, size in sizes.items() if is_trained(name, stage))
     total = sum(sizes.values())
     narrow = narrow_bytes(stage)
-    embedding = ("model.embed_tokens.weight", "lm_head.weight")  # looked up; the head is counted apart
-    matrices = sum(size for name, size in sizes.items() if len(shapes[name]) >= 2 and name not in embedding)
     tokens = micro_batch_rows * stage.seq_len
     return MemoryEstimate(
         parameters=WIDE * _shard(total, num_devices),
         gradients=WIDE * _shard(trained, num_devices),
         moments=2 * WIDE * _shard(trained, num_devices),
         gathered=WIDE * (total + trained) if num_devices > 1 else 0,
-        casts=narrow * matrices if narrow < WIDE else 0,
-        activations=activation_bytes(config, stage, micro_batch_rows),
+        casts=_cast_bytes(config, stage, tokens),
+        activations=activation_bytes(config, stage, micro_batch_rows, dense_mask=dense_mask),
         head=_head_bytes(config, tokens, narrow, trained=is_trained("lm_head.weight", stage)),
     )
 
 
 def fit_micro_batch_rows(
-    config: LoopedConfig, stage: StageRecipe, rows: int, device_bytes: int, num_devices: int = 1
+    config: LoopedConfig,
+    stage: StageRecipe,
+    rows: int,
+    device_bytes: int,
+    num_devices: int = 1,
+    *,
+    dense_mask: bool = False,
 ) -> int:
     """Rows of a forward, so that a device's `rows` of a step are done in as few and as even passes as fit.
 
     Raises UserError when a single row does not fit into `device_bytes`.
     """
     usable = int(USABLE_SHARE * device_bytes)
-    if (least := estimate_memory(config, stage, 1, num_devices).total) > usable:
+
+    def needed(candidate: int) -> int:
+        return estimate_memory(config, stage, candidate, num_devices, dense_mask=dense_mask).total
+
+    if (least := needed(1)) > usable:
         raise UserError(
             f"Stage {stage.name}: one row of {stage.seq_len:,} tokens needs {least / 1e9:.1f} GB on each of "
             f"{num_devices} device{'s' * (num_devices > 1)}, and {usable / 1e9:.1f} of {device_bytes / 1e9:.1f} GB "
@@ -97,7 +111,7 @@ def fit_micro_batch_rows(
         )
     fits = 1
     for candidate in range(2, rows + 1):  # memory grows with the rows
-        if estimate_memory(config, stage, candidate, num_devices).total > usable:
+        if needed(candidate) > usable:
             break
         fits = candidate
     passes = math.ceil(rows / fits)
@@ -107,6 +121,7 @@ def fit_micro_batch_rows(
 def _advice(stage: StageRecipe) -> str:
     ways = {
         "activation_checkpointing: layer": stage.activation_checkpointing == "none",
+        "activation_checkpointing: both": stage.activation_checkpointing != "both",
         "precision: bf16": stage.precision == "fp32",
         "more devices": True,
         "a shorter seq_len": True,
@@ -127,6 +142,17 @@ def deepest(config: LoopedConfig, stage: StageRecipe) -> int:
     if isinstance(stage.num_loops, int):
         return stage.num_loops
     return config.num_loops if stage.num_loops is None else stage.num_loops.max
+
+
+def shallowest(config: LoopedConfig, stage: StageRecipe) -> int:
+    """The smallest number of loops that a step of the stage may run."""
+    if isinstance(stage.objective, RoutingRecipe):
+        return 1
+    if isinstance(stage.num_loops, int):
+        return stage.num_loops
+    if stage.num_loops is None:
+        return config.num_loops
+    return stage.num_loops.min if isinstance(stage.num_loops, UniformDepth) else 1
 
 
 def mean_loops(config: LoopedConfig, stage: StageRecipe) -> float:
@@ -152,37 +178,39 @@ def _shard(size: int, num_devices: int) -> int:
 # --- Activations ----------------------------------------------------------------------------------------------------
 
 
-def activation_bytes(config: LoopedConfig, stage: StageRecipe, rows: int) -> int:
+def activation_bytes(config: LoopedConfig, stage: StageRecipe, rows: int, *, dense_mask: bool = False) -> int:
     """What autograd keeps from the forward over `rows` rows, and the temporaries of one layer."""
     tokens = rows * stage.seq_len
     narrow, loops = narrow_bytes(stage), deepest(config, stage)
+    masked_keys = stage.seq_len if dense_mask else 0
     state = tokens * WIDE * config.hidden_size
-    per_layer = tokens * layer_bytes(config, narrow, stage.seq_len)
+    per_layer = tokens * layer_bytes(config, narrow, masked_keys)
     working = tokens * (WIDE * 4 * config.hidden_size + narrow * 4 * config.intermediate_size)
-    shared = tokens * 2 * WIDE * config.head_dim + rows * stage.seq_len**2  # cos and sin, and the boolean mask
+    shared = tokens * (2 * WIDE * config.head_dim + masked_keys)  # cos and sin, and the boolean mask
     if isinstance(stage.objective, GateLossRecipe):
         # The language model is frozen: only what the gate reads is kept, and the states, which the head reads.
         return loops * (state + tokens * narrow * config.hidden_size) + working + shared
     kept_loops = min(loops, stage.backprop_loops or loops)
-    again = 0  # what the backward pass runs a second time, before it goes through it
-    outer = per_layer
-    if stage.activation_checkpointing != "none":
-        outer, again = state, per_layer
-    core = kept_loops * config.num_hidden_layers * outer
-    injections = max(0, kept_loops - 1) * _injection_bytes(config, tokens, narrow)
-    if stage.activation_checkpointing == "loop":
-        core, again = kept_loops * state, config.num_hidden_layers * per_layer
-        injections = 0
+    layers, how = config.num_hidden_layers, stage.activation_checkpointing
+    outer = per_layer if how == "none" else state  # a layer of prelude or coda
+    # What a loop leaves behind, and what the backward pass runs again before it goes through it.
+    of_loop, again = {
+        "none": (layers * per_layer, 0),
+        "layer": (layers * state, per_layer),
+        "loop": (state, layers * per_layer),
+        "both": (state, layers * state + per_layer),
+    }[how]
+    injections = max(0, kept_loops - 1) * _injection_bytes(config, tokens, narrow) if how in ("none", "layer") else 0
     once = config.num_prelude_layers * outer + state  # the embedding, or what the prelude leaves
     readouts = loops * (_readout_bytes(config, tokens, narrow) + config.num_coda_layers * outer)
-    return once + core + again + injections + readouts + working + shared
+    return once + kept_loops * of_loop + again + injections + readouts + working + shared
 
 
-def layer_bytes(config: LoopedConfig, narrow: int, seq_len: int) -> int:
+def layer_bytes(config: LoopedConfig, narrow: int, masked_keys: int = 0) -> int:
     """Bytes a token leaves behind in one application of one layer.
 
-    `narrow` is the size of an element in matrix products. The norms keep their input alone, SwiGLU its two factors
-    and their product.
+    narrow: the size of an element in matrix products. masked_keys: keys of a dense mask, S or, under a block mask, 0.
+    The norms keep their input alone, SwiGLU its two factors and their product.
     """
     hidden, wide = config.hidden_size, config.intermediate_size
     heads, keys = config.num_attention_heads, config.num_key_value_heads
@@ -194,7 +222,7 @@ def layer_bytes(config: LoopedConfig, narrow: int, seq_len: int) -> int:
     total += narrow * 2 * hidden  # what q, k and v read, and what gate and up read
     total += narrow * 2 * (heads + keys) * config.head_dim + WIDE * heads  # q, k, v, output, log-sum-exp
     total += narrow * 3 * wide
-    total += narrow * seq_len  # the mask as numbers, which the attention kernel keeps for itself
+    total += narrow * masked_keys  # the mask as numbers, which the attention kernel keeps for itself
     if config.qk_norm:
         total += narrow * (heads + keys) * config.head_dim
     if config.lora_rank:
@@ -221,6 +249,20 @@ def _injection_bytes(config: LoopedConfig, tokens: int, narrow: int) -> int:
         "concat": narrow * 2 * hidden + WIDE * hidden,
     }
     return tokens * per_token[config.injection]
+
+
+def _cast_bytes(config: LoopedConfig, stage: StageRecipe, tokens: int) -> int:
+    narrow, embedding = narrow_bytes(stage), ("model.embed_tokens.weight", "lm_head.weight")
+    if narrow == WIDE:
+        return 0
+    # The embedding is looked up; the head is counted apart.
+    shapes = [shape for name, shape in parameter_shapes(config).items() if len(shape) >= 2 and name not in embedding]
+    casts = narrow * sum(math.prod(shape) for shape in shapes)
+    if stage.activation_checkpointing in ("none", "loop"):
+        return casts
+    # Where layers are run again nothing keeps the forward's copies. Going back there are one layer's, and then what
+    # that layer keeps, which is counted with the activations.
+    return max(casts // config.num_layers, casts - tokens * layer_bytes(config, narrow))
 
 
 def _head_bytes(config: LoopedConfig, tokens: int, narrow: int, *, trained: bool) -> int:

@@ -1,19 +1,50 @@
 """Forward and backward over one step's rows, part by part and rank by rank, with sums that are those of the whole."""
 
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.model.config import LoopedConfig
 from looplm.objectives.cross_entropy import IGNORE
 from looplm.objectives.expected_loss import Metrics
 from looplm.training.distributed import Ranks, defer_reduction
 from looplm.training.forward import weigh_loops
-from looplm.training.recipe import StageRecipe
+from looplm.training.memory import fit_micro_batch_rows
 from looplm.training.rows import Batch
+from looplm.training.stage_recipe import StageRecipe
 
 NUM_SIGNALS = 65
 """Signal numbers lie below."""
+
+
+def rows_of_forwards(
+    config: LoopedConfig,
+    stage: StageRecipe,
+    step_rows: Iterable[int],
+    ranks: Ranks,
+    before: Mapping[int, int] | None = None,
+) -> dict[int, int]:
+    """By a rank's rows of a step, the rows of one forward: the recipe's, or as many as fit into this rank's memory.
+
+    before: what the run had found when it was saved, perhaps on another machine. It is kept where it fits, since other
+        parts add up in another order. Raises UserError where a single row does not fit.
+    """
+    memory, dense_mask = ranks.memory_bytes(), ranks.device.type != "cuda"
+    if stage.micro_batch_rows is not None:
+        return dict.fromkeys(step_rows, stage.micro_batch_rows)
+
+    def fit(rows: int) -> int:
+        if memory is None:
+            return rows
+        return fit_micro_batch_rows(config, stage, rows, memory, ranks.world_size, dense_mask=dense_mask)
+
+    found = {}
+    for rows in step_rows:
+        earlier = (before or {}).get(rows)
+        found[rows] = earlier if earlier is not None and fit(earlier) == earlier else fit(rows)
+    return found
 
 
 def accumulate(

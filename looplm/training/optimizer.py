@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from looplm.errors import UserError
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.training.recipe import GateLossRecipe, Objective, OptimizerRecipe
+from looplm.training.stage_recipe import GateLossRecipe, Objective, OptimizerRecipe
 
 OptimizerState = dict[str, dict[str, Tensor]]
 """AdamW's `step`, `exp_avg` and `exp_avg_sq` by parameter name."""

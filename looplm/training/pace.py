@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from looplm.model.config import LoopedConfig
-from looplm.training.recipe import GateLossRecipe, RoutingRecipe, StageRecipe
+from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe
 from looplm.training.telemetry_device import peak_flops, step_flops
 
 

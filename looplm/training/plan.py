@@ -23,8 +23,9 @@ from looplm.training.memory import (
     is_trained,
     mean_loops,
 )
-from looplm.training.recipe import GateLossRecipe, RoutingRecipe, RunRecipe, StageRecipe
+from looplm.training.recipe import RunRecipe
 from looplm.training.schedule import learning_rate_share
+from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe
 from looplm.training.steps import StepPlan
 
 

@@ -9,13 +9,13 @@ from looplm.errors import UserError
 from looplm.training.recipe import RunRecipe
 
 _MAY_CHANGE = re.compile(
-    r"name|data_workers|data_cache|(telemetry|checkpoints|evaluation)(\..*)?"
+    r"name|data_workers|data_cache|baseline|compare_loops|(telemetry|checkpoints|evaluation)(\..*)?"
     r"|stages\.\d+\.(log_every|micro_batch_rows|compile|activation_checkpointing|divergence\..*)"
 )
 """Paths that change what is told, kept, or how fast a step is, but not what it computes (to rounding)."""
 
 _ALLOWED = (
-    "telemetry, evaluation, checkpoints, data_workers, data_cache; of a stage log_every, micro_batch_rows, compile, "
+    "telemetry, evaluation, checkpoints, baseline, compare_loops, data_workers, data_cache; of a stage log_every, micro_batch_rows, compile, "
     "activation_checkpointing and divergence; and everything of stages that have not begun"
 )
 

@@ -6,6 +6,8 @@
     run_dir/checkpoints/       resumable states
     run_dir/telemetry.jsonl    and tensorboard/: what the run told
     run_dir/<stage>/           a finished stage's model, for `looplm.load`, with the tokenizer and the recipe
+    run_dir/dense/             with `baseline: dense`, the run directory of the twin
+    run_dir/comparison.json    and what the two have come to
 
 What a checkpoint in the middle of a stage holds, :mod:`looplm.training.checkpoint` says.
 """
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from looplm.conversion.dense_source import any_tokenizer
 from looplm.data.corpus import evaluation_documents, held_out_documents, open_rows, prepare
 from looplm.data.documents import Document, hash_fraction
 from looplm.data.evaluation_windows import evaluation_windows
@@ -35,15 +38,17 @@ from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.hf.save import save_checkpoint
 from looplm.model.flops import count_parameters
 from looplm.training.architectures import check_stage, stage_configs, starting_config
+from looplm.training.baseline import COMPARISON, DENSE, compare_twins, dense_twin
 from looplm.training.checkpoint import Checkpoint, latest_checkpoint, remove_stages_before
 from looplm.training.distributed import Ranks, process_group
 from looplm.training.held_out import HeldOut
 from looplm.training.optimizer import OptimizerState, optimizer_state
-from looplm.training.recipe import RunRecipe, StageRecipe, TrainTokenizer
+from looplm.training.recipe import RunRecipe, TrainTokenizer
 from looplm.training.recipe_changes import check_changes, recipe_changes
 from looplm.training.recipe_file import dump_recipe, load_recipe
 from looplm.training.rows import LoadedRows
 from looplm.training.stage_model import build_model, change_for_stage, gathered, stage_directory
+from looplm.training.stage_recipe import StageRecipe
 from looplm.training.steps import StepPlan
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer
@@ -56,7 +61,8 @@ Result = TypeVar("Result")
 
 
 def run(recipe: RunRecipe, run_dir: Path, resume: bool = False, console: Console | None = None) -> None:
-    """Trains every stage of `recipe`, in the process group that torchrun set up, if it did.
+    """Trains every stage of `recipe`, in the process group that torchrun set up, if it did; and then those of its dense
+    twin, if it asks for one.
 
     Without `resume` the run directory must be empty or not there. With it, a run that was begun there goes on from its
     last checkpoint, bit for bit; where none was begun, one is. Rank 0 alone writes and shows progress.
@@ -67,7 +73,10 @@ def run(recipe: RunRecipe, run_dir: Path, resume: bool = False, console: Console
     """
     try:
         with process_group() as ranks:
-            _Run(recipe, run_dir, ranks, console if ranks.is_main else None).go(resume)
+            looped = _Run(recipe, run_dir, ranks, console if ranks.is_main else None)
+            looped.go(resume)
+            if recipe.baseline is not None:
+                looped.run_twin()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             raise
@@ -83,6 +92,8 @@ class _Run:
     run_dir: Path
     ranks: Ranks
     console: Console | None
+    tokenizer_dir: Path | None = None
+    """Where the tokenizer comes from instead, as for a twin."""
     _documents: dict[str, list[Document]] = field(default_factory=dict)
     """Held-out documents by what they are drawn from; stages mostly share them."""
 
@@ -91,6 +102,9 @@ class _Run:
         latest = self.on_main(lambda: self.open_directory(resume))
         tokenizer = self.open_tokenizer()
         begin = 0 if latest is None else latest.stage_index
+        if self.on_main(lambda: self.is_finished(latest)):
+            self.say(f"{self.recipe.name} is finished, in {self.run_dir}.")
+            return
         self.check_stages(begin, tokenizer)
         telemetry = self.telemetry()
         self.say(f"{self.recipe.name}: {len(self.recipe.stages)} stages, in {self.run_dir}.")
@@ -105,6 +119,15 @@ class _Run:
             model, moments = self.train_stage(index, model, tokenizer, telemetry, moments, checkpoint)
         telemetry.close()
         self.say(f"Done. The model is in {stage_directory(self.run_dir, self.recipe.stages[-1])}.")
+
+    def run_twin(self) -> None:
+        """Trains the dense twin as far as it has not been yet, and compares."""
+        twin = dense_twin(self.recipe, self.run_dir)
+        _Run(twin, self.run_dir / DENSE, self.ranks, self.console, self.run_dir / "tokenizer").go(resume=True)
+        twins = self.on_main(lambda: compare_twins(self.recipe, self.run_dir))
+        if self.console is not None:
+            self.console.print(twins.table())
+            self.say(f"All figures are in {self.run_dir / COMPARISON}.")
 
     # --- Before the first step --------------------------------------------------------------------------------------
 
@@ -138,6 +161,12 @@ class _Run:
         for change in changes:
             self.say(f"Changed: {change}")
 
+    def is_finished(self, latest: Checkpoint | None) -> bool:
+        """Whether the last stage's model has been saved; then nothing is left to do."""
+        last = len(self.recipe.stages) - 1
+        saved = stage_directory(self.run_dir, self.recipe.stages[last]) / CONFIG
+        return latest is not None and latest.stage_index == last and saved.is_file()
+
     def open_tokenizer(self) -> PreTrainedTokenizerBase:
         """The run's tokenizer, trained on the first stage's text or loaded, and kept with the run."""
         directory = self.run_dir / "tokenizer"
@@ -147,13 +176,15 @@ class _Run:
     def make_tokenizer(self, directory: Path) -> None:
         """Trains or loads the tokenizer, and writes it; on rank 0."""
         recipe = self.recipe.tokenizer
-        if isinstance(recipe, TrainTokenizer):
+        if self.tokenizer_dir is not None:
+            tokenizer = load_tokenizer(self.tokenizer_dir)
+        elif isinstance(recipe, TrainTokenizer):
             self.say(f"Training a tokenizer of {recipe.vocab_size:,} tokens.")
             data = self.recipe.stages[0].data
             assert data is not None  # the schema asks for it
             tokenizer = train_tokenizer((document.text for document in evaluation_documents(data)), recipe.vocab_size)
         else:
-            tokenizer = load_tokenizer(recipe.path)
+            tokenizer = any_tokenizer(recipe.path)
         fresh = directory.with_name(".tokenizer.new")
         tokenizer.save_pretrained(fresh)
         fresh.rename(directory)

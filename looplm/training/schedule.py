@@ -2,7 +2,7 @@
 
 import math
 
-from looplm.training.recipe import ScheduleRecipe
+from looplm.training.stage_recipe import ScheduleRecipe
 
 
 def learning_rate_share(schedule: ScheduleRecipe, step: int, num_steps: int) -> float:

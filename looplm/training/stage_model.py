@@ -1,7 +1,9 @@
 """The model of a run: built for the first stage, changed between stages, gathered to be saved."""
 
 import dataclasses
+import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +19,8 @@ from looplm.hf.load import load
 from looplm.hf.modeling import LoopLMForCausalLM, OuroForCausalLM
 from looplm.model.config import LoopedConfig
 from looplm.training.architectures import stage_changes
-from looplm.training.recipe import (
-    CheckpointModel,
-    ConvertedModel,
-    ExpectedLossRecipe,
-    NewModel,
-    RunRecipe,
-    StageRecipe,
-    StartingScales,
-)
+from looplm.training.recipe import CheckpointModel, ConvertedModel, NewModel, RunRecipe, StartingScales
+from looplm.training.stage_recipe import ExpectedLossRecipe, StageRecipe
 
 
 def build_model(recipe: RunRecipe, config: LoopedConfig, tokenizer: PreTrainedTokenizerBase) -> LoopLMForCausalLM:
@@ -97,13 +92,18 @@ def check_architecture(found: LoopedConfig, wanted: LoopedConfig, where: str) ->
         for field in dataclasses.fields(LoopedConfig)
         # A drawn start matters no more, and a context only bounds what may be asked of the model.
         if field.name not in ("initializer_range", "max_position_embeddings")
-        and getattr(found, field.name) != getattr(wanted, field.name)
+        and not _same(getattr(found, field.name), getattr(wanted, field.name))
     ]
     if differences:
         raise UserError(
             f"{where} is not the model that the recipe describes: {'; '.join(differences)}. Correct "
             "model.architecture, or choose another model."
         )
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    # A GGUF file keeps its numbers in float32, where 1e-5 is another one.
+    return math.isclose(found, wanted, rel_tol=1e-6) if isinstance(found, float) else found == wanted
 
 
 def change_for_stage(model: LoopLMForCausalLM, stage: StageRecipe) -> LoopLMForCausalLM:

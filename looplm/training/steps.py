@@ -5,7 +5,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from looplm.errors import UserError
-from looplm.training.recipe import BatchRamp, StageRecipe, batch_levels
+from looplm.training.stage_recipe import BatchRamp, StageRecipe, batch_levels
 
 
 @dataclass(frozen=True)

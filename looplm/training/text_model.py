@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from pydantic import Field
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from looplm.data.documents import Document, DocumentSplit
@@ -23,15 +22,16 @@ from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.strict import Strict
 from looplm.training.checkpoint import list_checkpoints
 from looplm.training.distributed import cpu_has_bf16
-from looplm.training.recipe import (
-    CheckpointsRecipe,
+from looplm.training.recipe import CheckpointsRecipe, StartingScales
+from looplm.training.rows import LoadedRows
+from looplm.training.stage_model import apply_scales
+from looplm.training.stage_recipe import (
     ExpectedLossRecipe,
     GateLossRecipe,
     OptimizerRecipe,
     ScheduleRecipe,
     StageRecipe,
 )
-from looplm.training.rows import LoadedRows
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer
 
@@ -155,12 +155,12 @@ def new_model(recipe: TextRecipe, corpus: Corpus, num_loops: int) -> LoopLMForCa
     """A freshly initialised model; the same seed gives the looped model and its one-loop twin the same weights."""
     torch.manual_seed(recipe.seed)
     model = LoopLMForCausalLM(recipe.model_config_for(corpus.tokenizer, num_loops))
-    nn.init.normal_(model.model.embed_tokens.weight, std=recipe.embedding_start)
-    for name, weight in model.model.named_parameters():
-        if name.endswith("layernorm_2.weight"):
-            nn.init.constant_(weight, recipe.branch_norm_start)
-        elif name == "norm.weight":
-            nn.init.constant_(weight, recipe.final_norm_start)
+    apply_scales(
+        model,
+        StartingScales(
+            embedding=recipe.embedding_start, branch_norm=recipe.branch_norm_start, final_norm=recipe.final_norm_start
+        ),
+    )
     return model
 
 

@@ -35,14 +35,14 @@ from looplm.training.gradients import measure_state_gradients
 from looplm.training.held_out import HeldOut
 from looplm.training.interrupt import Interrupted, StopSignals
 from looplm.training.layer_wrapping import wrap_layers
-from looplm.training.memory import fit_micro_batch_rows
-from looplm.training.micro_batches import accumulate, agree, autocast
+from looplm.training.micro_batches import accumulate, agree, autocast, rows_of_forwards
 from looplm.training.optimizer import OptimizerState, build_optimizer, carry_over, freeze_for
 from looplm.training.pace import Pace
-from looplm.training.recipe import CheckpointsRecipe, StageRecipe
+from looplm.training.recipe import CheckpointsRecipe
 from looplm.training.rows import Batch, Rows
 from looplm.training.saving import Saver
 from looplm.training.schedule import learning_rate_share
+from looplm.training.stage_recipe import StageRecipe
 from looplm.training.steps import StepPlan
 from looplm.training.telemetry import Record, Telemetry
 from looplm.training.telemetry_device import peak_memory_bytes
@@ -105,8 +105,8 @@ class Trainer:
         self.pace = Pace(model.model.config, stage, self.ranks.device, self.ranks.world_size)
         self.alarm = GateAlarm(stage.objective)
         self._held_out_loss: float | None = None
-        self._fitting_rows: dict[int, int] = {}
-        """By rows of a step: those of a micro-batch."""
+        self._forward_rows = self._fit()
+        """By this rank's rows of a step: those of one forward."""
         self._signals = StopSignals()
         self._asked_to_stop: int | None = None
         freeze_for(model, stage.objective, stage.freeze)
@@ -186,7 +186,7 @@ class Trainer:
         with measure_state_gradients(self.model.model) if measured else nullcontext() as gradients:
             own = accumulate(
                 self.model, batch, self.stage, self.ranks,
-                num_loops=num_loops, micro_batch_rows=self._micro_batch_rows(len(batch["input_ids"])),
+                num_loops=num_loops, micro_batch_rows=self._forward_rows[len(batch["input_ids"])],
             )  # fmt: skip
         metrics, self._asked_to_stop = agree(own, self._signals.received, self.ranks)
         grad_norm = self._clip()
@@ -211,15 +211,10 @@ class Trainer:
             )
         return batch
 
-    def _micro_batch_rows(self, num_rows: int) -> int:
-        """Rows of one forward: the recipe's, or as many of this rank's as fit."""
-        memory = self.ranks.memory_bytes()
-        if self.stage.micro_batch_rows is not None or memory is None:
-            return self.stage.micro_batch_rows or num_rows
-        if num_rows not in self._fitting_rows:
-            config, num_devices = self.model.model.config, self.ranks.world_size
-            self._fitting_rows[num_rows] = fit_micro_batch_rows(config, self.stage, num_rows, memory, num_devices)
-        return self._fitting_rows[num_rows]
+    def _fit(self, before: dict[int, int] | None = None) -> dict[int, int]:
+        """The rows of a forward for every size of the batch; those found `before` are kept where they fit."""
+        sizes = [tokens // self.stage.seq_len // self.ranks.world_size for _, tokens in self.plan.levels]
+        return rows_of_forwards(self.model.model.config, self.stage, sizes, self.ranks, before)
 
     def _clip(self) -> float:
         """Clips the whole gradient to the recipe's norm; returns the norm it had."""
@@ -323,6 +318,7 @@ class Trainer:
             "watch": self.watch.state_dict(),
             "alarm": self.alarm.state_dict(),
             "data": self.rows.state_dict(),
+            "forward_rows": list(self._forward_rows.items()),
         }
         saver.start(self._name(), tensors_of(self.model, self.optimizer), progress)
 
@@ -356,6 +352,7 @@ class Trainer:
         self.watch.load_state_dict(progress["watch"])
         self.alarm.load_state_dict(progress["alarm"])
         self._held_out_loss = progress["held_out_loss"]
+        self._forward_rows = self._fit(dict(progress["forward_rows"]))
         self.telemetry.rewind(self.stage.name, self.step)
 
     def _refuse_a_later_checkpoint(self) -> None:

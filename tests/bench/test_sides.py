@@ -84,7 +84,7 @@ def kept_bytes(side: Side) -> int:
     return sum(storage.nbytes() for storage in kept)
 
 
-@pytest.mark.parametrize("checkpointing", ["layer", "loop"])
+@pytest.mark.parametrize("checkpointing", ["layer", "loop", "both"])
 def test_recomputation_changes_no_number_and_keeps_less(checkpointing):
     plain = randomized(build_side("looplm", SIZES))
     lean = build_side("looplm", SIZES, checkpointing=checkpointing)

@@ -106,6 +106,18 @@ def test_a_larger_cache_holds_the_same(make_lm):
             assert torch.equal(mine[loop * large.stride :][:32], theirs[loop * small.stride :][:32])
 
 
+def test_what_others_have_left_is_never_read(make_lm):
+    """The broken prompt holds the first places, which an empty table points to; a masked NaN would still be NaN."""
+    lm = make_lm("gqa")
+    lm.model.embed_tokens.weight.data[7] = torch.nan
+    prompts = [[7, *[3] * 8], [4], [1, 2] * 10]
+    results = list(Engine(lm, share_prefixes=False).generate(prompts, SamplingParams(max_tokens=2), FixedDepth(4)))
+    assert results[0].finish_reason == "error"
+    for prompt, result in zip(prompts[1:], results[1:], strict=True):
+        (alone,) = Engine(lm).generate([prompt], SamplingParams(max_tokens=2), FixedDepth(4))
+        assert result.token_ids == alone.token_ids and len(result.token_ids) == 2
+
+
 # --- Limits -----------------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,13 @@ def test_redirect_puts_its_tokens_there_and_goes_on(speculation, make_lm):
     assert result.loops[3:6] == [1, 1, 1] and set(result.loops[6:]) == {4}
 
 
+def test_a_redirection_is_not_screened_itself(make_lm):
+    """A screen that always redirects gives its tokens over and over, each time whole."""
+    screen = Screen(lambda p: Redirect([7, 8, 9]))
+    (result,) = Engine(make_lm()).generate([PROMPT], TEN, FixedDepth(4), screen=screen)
+    assert result.token_ids == [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]
+
+
 def test_at_the_first_token(make_lm):
     for verdict, tokens in ((Stop(), []), (Redirect([5]), [5])):
         screen = Screen(lambda p, verdict=verdict: verdict if not p.token_ids else Stop())

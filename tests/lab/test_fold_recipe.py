@@ -6,7 +6,7 @@ import torch
 from looplm.lab.fold import FoldTask
 from looplm.lab.fold_evaluation import evaluate_fold
 from looplm.lab.fold_recipe import BATCH_SIZE, fold_config, fold_stages, train_fold
-from looplm.training.recipe import GateLossRecipe
+from looplm.training.stage_recipe import GateLossRecipe
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer
 

@@ -13,7 +13,7 @@ from looplm.model.looped import LoopedOutput
 from looplm.objectives import gate_loss
 from looplm.objectives.cross_entropy import IGNORE
 from looplm.training.optimizer import freeze_for
-from looplm.training.recipe import GateLossRecipe
+from looplm.training.stage_recipe import GateLossRecipe
 
 
 @pytest.fixture

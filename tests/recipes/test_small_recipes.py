@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 import looplm
-from looplm.training.recipe import RunRecipe, StageRecipe
+from looplm.training.recipe import RunRecipe
 from looplm.training.recipe_file import load_recipe
 from looplm.training.run import run
+from looplm.training.stage_recipe import StageRecipe
 
 RECIPES = Path(looplm.__file__).parent / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.training.recipe import StageRecipe
 from looplm.training.rows import LoadedRows
+from looplm.training.stage_recipe import StageRecipe
 
 from .runs import tiny_model, tiny_rows, tiny_stage
 

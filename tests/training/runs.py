@@ -26,8 +26,9 @@ from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.objectives import cross_entropy
 from looplm.training.checkpoint import latest_checkpoint, tensors_of
 from looplm.training.interrupt import Interrupted
-from looplm.training.recipe import CheckpointsRecipe, StageRecipe
+from looplm.training.recipe import CheckpointsRecipe
 from looplm.training.rows import LoadedRows
+from looplm.training.stage_recipe import StageRecipe
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer
 

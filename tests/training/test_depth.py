@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from looplm.training.depth import active_loops, depth_of_step, draw_depth
-from looplm.training.recipe import PoissonLognormalDepth, RoutingRecipe, StageRecipe, UniformDepth
+from looplm.training.stage_recipe import PoissonLognormalDepth, RoutingRecipe, StageRecipe, UniformDepth
 
 DRAWS = 4000
 GOLDEN = [[5, 3, 5, 4, 6, 7, 1, 5, 7, 5, 7, 3], [2, 14, 5, 1, 3, 3, 4, 9, 2, 5, 5, 10]]

@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "layer checkpointing": {"stage": FOUR_ROWS | {"activation_checkpointing": "layer"}},
     "loop checkpointing": {"stage": FOUR_ROWS | {"activation_checkpointing": "loop"}, "model": {"lora_rank": 2}},
+    "layers within loops": {"stage": FOUR_ROWS | {"activation_checkpointing": "both"}, "model": {"injection": "add"}},
     "frozen": {"stage": FOUR_ROWS | {"freeze": ("embed_tokens.*", "layers.0.mlp.*")}},
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from looplm.training.divergence import LEAST_DEVIATION, DivergenceWatch
-from looplm.training.recipe import DivergenceRecipe
+from looplm.training.stage_recipe import DivergenceRecipe
 
 
 def watch(**options: object) -> DivergenceWatch:

@@ -9,7 +9,7 @@ import pytest
 
 from looplm.quickstart.shipped import read_training_log
 from looplm.training.gate_alarm import COLLAPSED, DEAD_SHARE, TREND_RECORDS, WINDOW, GateAlarm, evenness
-from looplm.training.recipe import ExpectedLossRecipe, GateLossRecipe, RoutingRecipe
+from looplm.training.stage_recipe import ExpectedLossRecipe, GateLossRecipe, RoutingRecipe
 from looplm.training.telemetry_record import Record
 
 STAGE_ONE = ExpectedLossRecipe(beta=0.1)

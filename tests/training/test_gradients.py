@@ -87,7 +87,7 @@ def test_measuring_changes_no_gradient_but_by_rounding_and_leaves_no_hook(make_d
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)
 
 
-@pytest.mark.parametrize("checkpointing", ["layer", "loop"])
+@pytest.mark.parametrize("checkpointing", ["layer", "loop", "both"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_activation_checkpointing_counts_nothing_twice(
     make_double: MakeModel, options: dict[str, Any], checkpointing: Any

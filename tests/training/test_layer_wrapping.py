@@ -27,7 +27,7 @@ def gradients(how: str, backprop_loops: int | None = None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backprop_loops", [None, 2])
-@pytest.mark.parametrize("how", ["layer", "loop"])
+@pytest.mark.parametrize("how", ["layer", "loop", "both"])
 def test_recomputing_gives_the_same_gradients(how: str, backprop_loops: int | None) -> None:
     plain, recomputed = gradients("none", backprop_loops), gradients(how, backprop_loops)
     assert plain.keys() == recomputed.keys() and len(plain) > 20
@@ -51,10 +51,11 @@ def applications(how: str) -> dict[str, int]:
     return counts
 
 
-def test_each_layer_is_run_again_once_and_not_more() -> None:
+def test_each_layer_is_run_again_once_and_not_more_and_the_core_twice_under_both() -> None:
     assert applications("none") == {"prelude.0": 1, "layers.0": 3, "coda.0": 3}
     for how in ("layer", "loop"):
         assert applications(how) == {"prelude.0": 2, "layers.0": 6, "coda.0": 6}, how
+    assert applications("both") == {"prelude.0": 2, "layers.0": 9, "coda.0": 6}
 
 
 def kept_bytes(how: str) -> int:
@@ -77,8 +78,8 @@ def kept_bytes(how: str) -> int:
 
 
 def test_recomputing_keeps_less_and_per_loop_the_least() -> None:
-    none, layer, loop = (kept_bytes(how) for how in ("none", "layer", "loop"))
-    assert loop < layer < none / 2
+    none, layer, loop, both = (kept_bytes(how) for how in ("none", "layer", "loop", "both"))
+    assert both == loop < layer < none / 2
 
 
 def test_names_and_hooks_stay_and_unwrapping_leaves_nothing() -> None:
@@ -86,13 +87,13 @@ def test_names_and_hooks_stay_and_unwrapping_leaves_nothing() -> None:
     names = [name for name, _ in model.named_parameters()]
     seen: list[int] = []
     model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(1))
-    for how in ("loop", "layer"):
+    for how in ("loop", "layer", "both"):
         wrap_layers(model, False, how)  # type: ignore[arg-type]
         assert [name for name, _ in model.named_parameters()] == names
         assert list(model.state_dict()) == list(tiny_model(**SHAPE).state_dict())
     loss, _ = model.within(weigh_loops, tiny_rows().take(1), tiny_stage(), 3, 20)
     loss.backward()
-    assert len(seen) == 3, "hooks of a layer are not run again with it"
+    assert len(seen) == 6, "hooks of a layer run again with its loop, not with the layer"
     wrap_layers(model, False, "none")
     bare = model.model
     assert not any("forward" in layer.__dict__ for layer in (*bare.prelude, *bare.layers, *bare.coda))
@@ -102,7 +103,7 @@ def test_names_and_hooks_stay_and_unwrapping_leaves_nothing() -> None:
 def test_without_gradient_nothing_is_recomputed_or_refused() -> None:
     model = tiny_model()
     plain = model.model(torch.arange(5)[None]).gate_logits
-    for how in ("layer", "loop"):
+    for how in ("layer", "loop", "both"):
         wrap_layers(model, False, how)  # type: ignore[arg-type]
         with torch.no_grad():
             assert torch.equal(model.model(torch.arange(5)[None]).gate_logits, plain)
@@ -126,7 +127,7 @@ def gradients(compiled, how, depths=(3,)):
         loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
-for how in ("none", "layer", "loop"):
+for how in ("none", "layer", "loop", "both"):
     plain, compiled = gradients(False, how), gradients(True, how)
     for name, expected in plain.items():
         close = torch.allclose(compiled[name], expected, rtol=0, atol=1e-12)
@@ -139,7 +140,7 @@ for how in ("none", "layer", "loop"):
 
 @pytest.mark.slow
 def test_compiled_is_eager_and_one_graph_serves_all_loops_and_depths() -> None:
-    """In a process of its own, as in tests/model/test_compile.py. Under both kinds of recomputing too."""
+    """In a process of its own, as in tests/model/test_compile.py. Under every kind of recomputing too."""
     from .processes import RUNS
 
     command = [sys.executable, "-c", COMPILED, str(RUNS)]

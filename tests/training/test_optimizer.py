@@ -5,7 +5,7 @@ import torch
 
 from looplm.errors import UserError
 from looplm.training.optimizer import build_optimizer, carry_over, freeze_for, optimizer_state
-from looplm.training.recipe import ExpectedLossRecipe, GateLossRecipe, OptimizerRecipe
+from looplm.training.stage_recipe import ExpectedLossRecipe, GateLossRecipe, OptimizerRecipe
 
 RECIPE = OptimizerRecipe(lr=2e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
 

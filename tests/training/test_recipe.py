@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from looplm.errors import UserError
 from looplm.strict import parse
-from looplm.training.recipe import BatchRamp, ExpectedLossRecipe, GateLossRecipe, StageRecipe, batch_levels
+from looplm.training.stage_recipe import BatchRamp, ExpectedLossRecipe, GateLossRecipe, StageRecipe, batch_levels
 
 
 def fields(**overrides: Any) -> dict[str, Any]:

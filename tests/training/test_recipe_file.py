@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from looplm.errors import UserError
-from looplm.training.recipe import BatchRamp, RunRecipe
+from looplm.training.recipe import RunRecipe
 from looplm.training.recipe_file import dump_recipe, load_recipe, parse_recipe, read_yaml
+from looplm.training.stage_recipe import BatchRamp
 
 SMALL = """\
 name: small

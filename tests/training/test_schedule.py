@@ -2,8 +2,8 @@
 
 import pytest
 
-from looplm.training.recipe import ScheduleRecipe
 from looplm.training.schedule import learning_rate_share
+from looplm.training.stage_recipe import ScheduleRecipe
 
 
 def shares(schedule: ScheduleRecipe, num_steps: int) -> list[float]:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from looplm.errors import UserError
-from looplm.training.recipe import (
+from looplm.training.stage_recipe import (
     BatchRamp,
     ExpectedLossRecipe,
     OptimizerRecipe,

@@ -1,0 +1,164 @@
+"""What two ways of generating are measured on: a model, prompts, scripted depths, and decoding alone timed in turn."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from looplm.errors import UserError
+from looplm.hf.config import LoopLMConfig
+from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.inference import Engine, EngineStats, ExitPolicy, SamplingParams, Speculation
+from looplm.inference.exit_policy import Need, Signals
+from looplm.model.config import LoopedConfig
+
+SHARES = (0.4, 0.3, 0.2, 0.1)
+"""Of tokens that leave at loops 1 to 4, where depths are scripted."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class DecodeSizes:
+    """What is generated with. The default is a core of 19 M parameters on four loops."""
+
+    hidden_size: int = 512
+    intermediate_size: int = 1408
+    num_layers: int = 6
+    num_loops: int = 4
+    vocab_size: int = 8192
+    dtype: str = "bf16"
+    prompt_tokens: int = 32
+    max_tokens: int = 48
+    repeats: int = 5
+
+    def model_config(self, context: int = 0) -> LoopedConfig:
+        """The looped model, with room for `context` positions beside the text."""
+        heads = max(1, self.hidden_size // 64)
+        return LoopedConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=self.hidden_size // heads,
+            num_loops=self.num_loops,
+            max_position_embeddings=max(context, self.prompt_tokens) + self.max_tokens + 1,
+        )
+
+    def dtype_of(self) -> torch.dtype:
+        """The torch dtype. Raises UserError for another word than bf16 or fp32."""
+        known = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        if self.dtype not in known:
+            raise UserError(f"--dtype is {self.dtype!r}; choose bf16 or fp32.")
+        return known[self.dtype]
+
+
+SMOKE = DecodeSizes(
+    hidden_size=32, intermediate_size=48, num_layers=1, vocab_size=64, prompt_tokens=4, max_tokens=6, repeats=2
+)
+
+
+def random_model(sizes: DecodeSizes, context: int = 0) -> LoopLMForCausalLM:
+    """A model from random weights, the same ones each time."""
+    torch.manual_seed(0)
+    model = LoopLMForCausalLM(LoopLMConfig.from_model_config(sizes.model_config(context)))
+    return model.to(sizes.dtype_of()).eval()  # pyright: ignore[reportArgumentType]
+
+
+def random_prompts(count: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    """Prompts that share nothing."""
+    draw = random.Random(0)
+    return [[draw.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(count)]
+
+
+@dataclass
+class Scripted:
+    """An exit policy that gives the tokens of one text depths that were drawn beforehand. One for each request."""
+
+    needs: ClassVar[Need] = "nothing"
+    depths: Sequence[int]
+    done: int = 0
+
+    def max_loops(self, trained_loops: int) -> int:
+        """All trained loops."""
+        return trained_loops
+
+    def exits(self, signals: Signals, trained_loops: int) -> bool:
+        """True at the scripted loop of this token."""
+        leaves = signals.loop >= min(self.depths[self.done], trained_loops)
+        self.done += leaves
+        return leaves
+
+
+def scripts(count: int, max_tokens: int, num_loops: int, *, lock_step: bool = False) -> list[Scripted]:
+    """Depths in the shares of `SHARES`, for `count` texts. `lock_step`: all texts go as deep as the deepest, token by
+    token, as an engine does that waits until every row of a batch has left."""
+    draw = random.Random(1)
+    loops = range(1, min(num_loops, len(SHARES)) + 1)
+    depths = [draw.choices(loops, SHARES[: len(loops)], k=max_tokens) for _ in range(count)]
+    if lock_step:
+        deepest = [max(column) for column in zip(*depths, strict=True)]
+        depths = [deepest] * count
+    return [Scripted(row) for row in depths]
+
+
+@dataclass
+class Side:
+    """One way of generating: decoding is timed from the step at which all prompts are in."""
+
+    engine: Engine
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int
+    exits: Callable[[], Sequence[ExitPolicy]]
+    speculation: Speculation | None = None
+    seconds: list[float] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
+    token_ids: list[list[int]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Generates once; keeps time and counts of decoding alone."""
+        engine, sampling = self.engine, SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
+        requests = [
+            engine.submit(prompt, sampling, exit, speculation=self.speculation)[0]
+            for prompt, exit in zip(self.prompts, self.exits(), strict=True)
+        ]
+        while any(request.prefilling or request.slot < 0 for request in requests):
+            engine.step()
+        engine.stats = EngineStats()
+        began = time.perf_counter()
+        while engine.num_unfinished:
+            engine.step()
+        self.seconds.append(time.perf_counter() - began)
+        self.stats, self.token_ids = engine.stats, [request.token_ids for request in requests]
+
+    @property
+    def median(self) -> float:
+        """Seconds of the median run; the first one warms up."""
+        return statistics.median(self.seconds[1:])
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.stats.generated_tokens / self.median
+
+
+def in_turn(sides: Sequence[Any], repeats: int) -> None:
+    """Runs every side once to warm up and `repeats` times more, one after another."""
+    for _ in range(repeats + 1):
+        for side in sides:
+            side.run()
+
+
+def head_seconds(model: LoopLMForCausalLM, rows: int, repeats: int = 20) -> float:
+    """Seconds of one read of the LM head for `rows` rows, the median of several."""
+    hidden = torch.randn(rows, model.config.hidden_size).to(model.lm_head.weight)
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(repeats):
+            began = time.perf_counter()
+            model.lm_head(hidden)
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

@@ -1,0 +1,190 @@
+"""`looplm bench decode | exit | speculative | batch | memory`: what the engine promises, measured on this machine."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from looplm.errors import UserError
+
+if TYPE_CHECKING:
+    from looplm.bench.figures import Figure
+    from looplm.bench.generation import DecodeSizes
+
+Smoke = Annotated[bool, typer.Option("--smoke", help="Tiny sizes, to see that it runs.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights: bf16 or fp32.")]
+Batches = Annotated[str, typer.Option(help="Rows at a time, with commas.")]
+Hidden = Annotated[int, typer.Option(help="Hidden size.", min=2)]
+Layers = Annotated[int, typer.Option(help="Layers of the core.", min=1)]
+Vocabulary = Annotated[int, typer.Option(help="Vocabulary.", min=2)]
+Tokens = Annotated[int, typer.Option(help="Tokens of each text.", min=2)]
+Repeats = Annotated[int, typer.Option(help="Timed runs of each side.", min=1)]
+Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")]
+
+
+def decode(
+    smoke: Smoke = False,
+    batch_sizes: Batches = "1,8,32",
+    dtype: Dtype = "bf16",
+    hidden_size: Hidden = 512,
+    num_layers: Layers = 6,
+    vocab_size: Vocabulary = 8192,
+    max_tokens: Tokens = 48,
+    repeats: Repeats = 5,
+    json_file: Json = None,
+) -> None:
+    """All loops, against transformers' generate on a dense Llama of R x L layers that share the storage of L."""
+    from looplm.bench.inference import full_depth
+
+    sizes = _sizes(smoke, dtype, hidden_size, num_layers, vocab_size, max_tokens, repeats)
+    _show(full_depth(sizes, _numbers("--batch-sizes", "1,2" if smoke else batch_sizes)), sizes, json_file)
+
+
+def early_exit(
+    smoke: Smoke = False,
+    batch_sizes: Batches = "1,32",
+    dtype: Dtype = "bf16",
+    hidden_size: Hidden = 512,
+    num_layers: Layers = 6,
+    vocab_size: Vocabulary = 8192,
+    max_tokens: Tokens = 48,
+    repeats: Repeats = 5,
+    json_file: Json = None,
+) -> None:
+    """Depths 1 to 4 at 40, 30, 20 and 10 %, against full depth, and against a batch that waits for its deepest row."""
+    from looplm.bench.inference import early_exit as measure
+
+    sizes = _sizes(smoke, dtype, hidden_size, num_layers, vocab_size, max_tokens, repeats)
+    _show(measure(sizes, _numbers("--batch-sizes", "1,2" if smoke else batch_sizes)), sizes, json_file)
+
+
+def speculative(
+    checkpoint: Annotated[str, typer.Argument(help="A directory, a hub name, or the checkpoint that ships.")] = (
+        "stdlib-small"
+    ),
+    draft_loops: Annotated[int, typer.Option(help="Loop to draft from.", min=1)] = 1,
+    draft_tokens: Annotated[str, typer.Option(help="Draft lengths, with commas; 0 adapts.")] = "1,2,3,4,0",
+    dtype: Dtype = "fp32",
+    max_tokens: Tokens = 64,
+    repeats: Repeats = 5,
+    json_file: Json = None,
+) -> None:
+    """Self-speculative decoding at batch 1 on a trained CHECKPOINT, against full depth and what counts predict."""
+    import dataclasses
+
+    from looplm.bench.generation import DecodeSizes
+    from looplm.bench.inference import speculation
+    from looplm.hf.load import load
+
+    sizes = DecodeSizes(dtype=dtype, prompt_tokens=16, max_tokens=max_tokens, repeats=repeats)
+    model = load(checkpoint, dtype=str(sizes.dtype_of()).removeprefix("torch."))
+    if sizes.prompt_tokens + max_tokens > model.model.config.max_position_embeddings:
+        raise UserError(f"--max-tokens {max_tokens} is more than the context of {checkpoint} leaves.")
+    config = model.model.config
+    sizes = dataclasses.replace(
+        sizes,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_loops=config.num_loops,
+        vocab_size=config.vocab_size,
+    )
+    lengths = [length or None for length in _numbers("--draft-tokens", draft_tokens, least=0)]
+    _show(speculation(model, sizes, draft_loops, lengths), sizes, json_file)
+
+
+def batch(
+    smoke: Smoke = False,
+    batch_sizes: Batches = "1,4,16,64",
+    contexts: Annotated[str, typer.Option(help="Tokens before the text, with commas.")] = "128,512,2048",
+    dtype: Dtype = "bf16",
+    hidden_size: Hidden = 512,
+    num_layers: Layers = 6,
+    vocab_size: Vocabulary = 8192,
+    max_tokens: Tokens = 8,
+    repeats: Repeats = 5,
+    json_file: Json = None,
+) -> None:
+    """Time of a token with context and batch."""
+    from looplm.bench.inference import growth
+
+    sizes = _sizes(smoke, dtype, hidden_size, num_layers, vocab_size, max_tokens, repeats)
+    batches = _numbers("--batch-sizes", "1,2" if smoke else batch_sizes)
+    _show(growth(sizes, batches, _numbers("--contexts", "8,16" if smoke else contexts)), sizes, json_file)
+
+
+def memory(
+    smoke: Smoke = False,
+    context: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 512,
+    dtype: Dtype = "bf16",
+    hidden_size: Hidden = 512,
+    num_layers: Layers = 6,
+    json_file: Json = None,
+) -> None:
+    """Bytes of keys and values under every cache strategy, at the peak over prompt and text."""
+    from looplm.bench.inference import memory as measure
+
+    sizes = _sizes(smoke, dtype, hidden_size, num_layers, 8192, 8, 1)
+    _show(measure(sizes, 32 if smoke else context), sizes, json_file)
+
+
+def _sizes(
+    smoke: bool, dtype: str, hidden_size: int, num_layers: int, vocab_size: int, max_tokens: int, repeats: int
+) -> "DecodeSizes":
+    import dataclasses
+
+    from looplm.bench.generation import SMOKE, DecodeSizes
+
+    if smoke:
+        return dataclasses.replace(SMOKE, dtype=dtype)
+    return DecodeSizes(
+        hidden_size=hidden_size,
+        intermediate_size=11 * hidden_size // 4,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        repeats=repeats,
+    )
+
+
+def _numbers(name: str, text: str, least: int = 1) -> list[int]:
+    """Whole numbers with commas between them. Raises UserError for anything else."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise UserError(f"{name} is {text!r}; give whole numbers from {least}, with commas between them.")
+    return numbers
+
+
+def _show(figures: "Iterable[Figure]", sizes: "DecodeSizes", json_file: Path | None) -> None:
+    """Prints the machine, the sizes and every figure as it comes; writes them to `json_file` in the end."""
+    import dataclasses
+    import json
+    import platform
+
+    import torch
+    from rich.console import Console
+
+    from looplm.cli.bench import check_writable
+
+    if json_file is not None:
+        check_writable(json_file)
+    sizes.dtype_of()
+    console = Console(highlight=False)
+    vector = torch.backends.cpu.get_cpu_capability()
+    console.print(
+        f"{platform.machine()} with {vector}, {torch.get_num_threads()} threads, torch {torch.__version__}; hidden "
+        f"{sizes.hidden_size}, {sizes.num_layers} layers, {sizes.num_loops} loops, vocabulary {sizes.vocab_size:,}, "
+        f"{sizes.dtype}; medians of {sizes.repeats}, sides in turn",
+        soft_wrap=True,
+    )
+    done: list[dict[str, object]] = []
+    for figure in figures:
+        console.print(f"  {figure.what}: {figure.value}", soft_wrap=True)
+        done.append(dataclasses.asdict(figure))
+    if json_file is not None:
+        report = {"sizes": dataclasses.asdict(sizes), "cpu": vector, "figures": done}
+        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,68 @@
+"""The commands that measure generation run at tiny size, and say what they have measured."""
+
+import json
+import sys
+
+import pytest
+import typer
+
+from looplm.cli import bench_inference
+from looplm.cli import main as cli
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs one of the commands; returns exit status, stdout and stderr."""
+
+    def call(command, *arguments):
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command()(command)
+        monkeypatch.setattr(cli, "app", app)
+        monkeypatch.setattr(sys, "argv", ["looplm", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (bench_inference.decode, ["batch 1, bf16", "tokens/s, transformers"]),
+        (bench_inference.early_exit, ["lock-step", "fill", "x fewer passes", "of what is promised"]),
+        (bench_inference.batch, ["context 8, batch 1", "context 16, batch 2", "ms a step"]),
+        (bench_inference.memory, ["per_loop", "last", "of per_loop"]),
+    ],
+)
+def test_a_smoke_run_prints_and_writes_its_figures(command, said, run, tmp_path):
+    status, out, err = run(command, "--smoke", "--json", tmp_path / "figures.json")
+    assert (status, err) == (0, "")
+    for text in said:
+        assert text in out
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert report["figures"] and all(figure["number"] > 0 for figure in report["figures"])
+
+
+def test_drafts_are_measured_on_the_shipped_checkpoint(run):
+    status, out, err = run(
+        bench_inference.speculative, "--max-tokens", 10, "--repeats", 1, "--draft-tokens", "2,0", "--dtype", "fp32"
+    )
+    assert (status, err) == (0, "")
+    assert "draft loop 1, 2 tokens" in out and "adaptive" in out and "accepted; the same tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (bench_inference.decode, ["--batch-sizes", "1,x"], "--batch-sizes is '1,x'"),
+        (bench_inference.decode, ["--batch-sizes", "0"], "from 1"),
+        (bench_inference.batch, ["--contexts", ""], "--contexts is ''"),
+        (bench_inference.memory, ["--dtype", "int8"], "--dtype is 'int8'"),
+        (bench_inference.speculative, ["--max-tokens", "100000"], "more than the context"),
+    ],
+)
+def test_bad_options_are_a_message_and_status_2(command, options, message, run):
+    status, _, err = run(command, *options)
+    assert status == 2 and message in err
