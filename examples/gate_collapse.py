@@ -80,6 +80,7 @@ def settings(smoke: bool) -> list[Setting]:
         Setting(beta, 200, 0),
         Setting(0.4, 10, 0, recovers=True),
         Setting(0.2, 10, 0, recovers=True),
+        Setting(beta, 10, 0, recovers=True),
         Setting(0.05, 0, 0),
         Setting(0.05, 200, 0),
         *(Setting(beta, warmup, seed) for seed in (1, 2)),

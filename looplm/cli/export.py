@@ -14,6 +14,9 @@ def export(
         typer.Option(help="ouro: as others' code reads it. hf: ours, for the Auto classes.", show_default=False),
     ],
     max_shard_size: Annotated[str | None, typer.Option(help="Split the weights into files of this size: 5GB.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="A LoRA adapter to merge into the weights first.", show_default=False)
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights: bf16, fp32 ...; as they are if left out.")] = None,
 ) -> None:
     """Write the looped CHECKPOINT in another format, and read it back to see that nothing was lost.
@@ -28,6 +31,7 @@ def export(
         format,  # pyright: ignore[reportArgumentType] (checked by exported)
         dtype=dtype,
         max_shard_size=max_shard_size,
+        adapter=adapter,
     )
     loops = len(report.comparison.logits)
     print(

@@ -64,7 +64,12 @@ def train(
         from looplm.training.plan import parse_bytes, plan_run
 
         memory = None if device_memory is None else parse_bytes(device_memory)
-        print_plan(plan_run(loaded, devices, memory), as_json)
+        twin = None
+        if loaded.baseline is not None:
+            from looplm.training.baseline import dense_twin
+
+            twin = plan_run(dense_twin(loaded, Path(loaded.name)), devices, memory)
+        print_plan(plan_run(loaded, devices, memory), as_json, twin)
         return
     run_to_the_end(loaded, out or Path("runs") / loaded.name, resume)
 

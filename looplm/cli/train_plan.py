@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from looplm.cli.info import new_table, scaled
 from looplm.training.plan import RunPlan, StagePlan
@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def print_plan(plan: RunPlan, as_json: bool) -> None:
-    """Prints a plan for people, or as JSON with every number."""
+def print_plan(plan: RunPlan, as_json: bool, dense: RunPlan | None = None) -> None:
+    """Prints a plan, and that of the dense twin if there is one, for people, or as JSON with every number."""
     if as_json:
-        fields = dataclasses.asdict(plan)
-        for stage, shown in zip(plan.stages, fields["stages"], strict=True):
-            shown["memory"]["total"] = stage.memory.total
+        fields = plan_fields(plan) | ({} if dense is None else {"dense": plan_fields(dense)})
         print(json.dumps(fields, indent=2))
         return
     from rich.console import Console
@@ -31,6 +29,17 @@ def print_plan(plan: RunPlan, as_json: bool) -> None:
         console.print(table)
     for line in remarks(plan):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if dense is not None:
+        console.print()
+        print_plan(dense, as_json)
+
+
+def plan_fields(plan: RunPlan) -> dict[str, Any]:
+    """A plan as plain values."""
+    fields = dataclasses.asdict(plan)
+    for stage, shown in zip(plan.stages, fields["stages"], strict=True):
+        shown["memory"]["total"] = stage.memory.total
+    return fields
 
 
 def stage_table(plan: RunPlan) -> "Table":

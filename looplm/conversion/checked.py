@@ -28,8 +28,10 @@ from looplm.conversion.parity_text import MAX_TOKENS, parity_ids
 from looplm.conversion.trace import Layers, Place, Trace, trace_dense, trace_looped
 from looplm.conversion.upcycling import LayerOrder, duplicated_layers, source_name, upcycle
 from looplm.errors import UserError
+from looplm.hf.adapter import load_adapter, merge_adapter
 from looplm.hf.checkpoint import find_checkpoint, read_tensors
 from looplm.hf.load import TOKENIZER_FILES, check_device, check_dtype, load, load_tokenizer
+from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.hf.save import check_shard_size, new_target, write_model, writing
 from looplm.model.config import LoopedConfig
 
@@ -223,15 +225,19 @@ def export_checkpoint(
     *,
     dtype: torch.dtype | str | None = None,
     max_shard_size: str | int | None = None,
+    adapter: str | Path | None = None,
 ) -> ExportReport:
     """Writes a checkpoint in the Ouro format or in ours, to a new directory; see :func:`exported`.
+
+    adapter: a directory whose LoRA adapter is merged into the weights first, in float32 or wider; the result is in the
+    checkpoint's dtype, or in `dtype`.
 
     The directory gets its name only when every tensor read back is the one exported and the model read back computes
     the same to the last bit. Raises UserError when the format cannot carry the model, or anything else is wrong;
     nothing is left behind.
     """
     target = new_target(out)
-    model = load(checkpoint, dtype)
+    model = load(checkpoint, dtype) if adapter is None else merged_checkpoint(checkpoint, adapter, dtype)
     other = exported(model, format)
     tokenizer = own_tokenizer(checkpoint)
     ids = parity_ids(model.model.config, None, max_tokens=32)
@@ -243,6 +249,19 @@ def export_checkpoint(
         refuse_parting(comparison)
         files = sorted(path.name for path in partial.glob("*.safetensors"))
     return ExportReport(target, files, num_tensors, comparison)
+
+
+def merged_checkpoint(
+    checkpoint: str | Path, adapter: str | Path, dtype: torch.dtype | str | None = None
+) -> LoopLMForCausalLM:
+    """A checkpoint with an adapter merged into it; see :func:`~looplm.hf.adapter.load_adapter` for what it raises."""
+    wanted = check_dtype(dtype)
+    model = load(checkpoint)
+    kept = wanted or model.dtype
+    model = model.to(dtype=torch.promote_types(kept, torch.float32))
+    load_adapter(model, adapter)
+    merge_adapter(model)
+    return model.to(dtype=kept)
 
 
 # --- What was written -----------------------------------------------------------------------------------------------

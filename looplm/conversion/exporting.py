@@ -11,7 +11,8 @@ from looplm.model.config import LoopedConfig
 
 Format = Literal["ouro", "hf"]
 
-_SHELL_FIELDS = ("exit_threshold", "beta", "bos_token_id", "eos_token_id", "pad_token_id")
+SHELL_FIELDS = ("exit_threshold", "beta", "bos_token_id", "eos_token_id", "pad_token_id")
+"""What a shell's config holds beside the architecture."""
 
 
 def exported(model: LoopLMForCausalLM, format: Format) -> LoopLMForCausalLM:
@@ -24,7 +25,7 @@ def exported(model: LoopLMForCausalLM, format: Format) -> LoopLMForCausalLM:
     if format not in ("ouro", "hf"):
         raise UserError(f"format is {format!r}; choose ouro or hf.")
     architecture = model.model.config
-    shell = {name: getattr(model.config, name) for name in _SHELL_FIELDS}
+    shell = {name: getattr(model.config, name) for name in SHELL_FIELDS}
     if format == "ouro":
         refuse_beyond_ouro(architecture)
         names = [name for name in OuroConfig.CLASS_DEFAULTS if name in LoopedConfig.__dataclass_fields__]

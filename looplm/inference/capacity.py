@@ -1,6 +1,7 @@
 """How much memory the engine takes: estimated before it is taken, within a limit where one is stated."""
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,8 @@ from looplm.model.looped import LoopedTransformer
 
 SPARE_PLACES = 2
 """Rows of every tensor that hold no position."""
+MOST_OF_FREE = 0.8
+"""Share of the free memory that is taken where requests could use all of it."""
 
 
 def bytes_for(model: LoopedTransformer, strategy: CacheStrategy, num_blocks: int, num_loops: int) -> int:
@@ -62,54 +65,60 @@ def ensure(
     """A memory in which waiting requests can begin: `memory` itself, a larger one with all it holds, or a new one.
 
     `requests` are those that run and those that wait; `idle`: nothing of theirs is in memory.
-    With a limit, as much is taken at once as the limit allows and `num_slots` requests could use. It grows to more
-    loops only while nothing runs: a request that needs them waits. Without a limit it grows as requests need it.
-    Raises UserError when the system has not got as much.
+    With a limit, as much is taken at once as the limit allows and `num_slots` requests could use. It is laid out for
+    more loops only while nothing runs: a request that needs them waits. Without a limit it grows as requests need it,
+    as far as the system has the memory; what does not fit then waits. Raises UserError when a request does not fit
+    even alone.
     """
     loops = max(request.max_loops for request in requests)
-    sizes = (num_blocks_for(request.max_positions) for request in requests)
-    blocks = sum(heapq.nlargest(num_slots, sizes))
+    sizes = [num_blocks_for(request.max_positions) for request in requests]
+    blocks, largest = sum(heapq.nlargest(num_slots, sizes)), max(sizes)
+    if memory is not None and memory.num_loops >= loops and (limit is not None or memory.blocks.num_blocks >= blocks):
+        return memory
     if limit is not None:
-        if memory is not None and (not idle or memory.num_loops >= loops):
+        if memory is not None and not idle:
             return memory
         most = num_slots * num_blocks_for(model.config.max_position_embeddings)
-        return create(model, strategy, num_slots, min(most, blocks_within(model, strategy, limit, loops)), loops)
+        blocks = min(most, blocks_within(model, strategy, limit, loops))
+        return create(model, strategy, num_slots, blocks, loops, at_least=largest)
     if memory is None:
-        return create(model, strategy, num_slots, blocks, loops)
-    if memory.num_loops >= loops and memory.blocks.num_blocks >= blocks:
-        return memory
+        return create(model, strategy, num_slots, blocks, loops, at_least=largest)
     loops, blocks = max(loops, memory.num_loops), max(blocks, memory.blocks.num_blocks)
-    check_free(model, strategy, blocks, loops, num_slots)
-    return memory.grow(blocks, loops)
+    if bytes_for(model, strategy, blocks, loops) <= (free_bytes(memory.device) or math.inf):
+        return memory.grow(blocks, loops)
+    return create(model, strategy, num_slots, blocks, loops, at_least=largest) if idle else memory
 
 
 def create(
-    model: LoopedTransformer, strategy: CacheStrategy, num_slots: int, num_blocks: int, num_loops: int
+    model: LoopedTransformer,
+    strategy: CacheStrategy,
+    num_slots: int,
+    num_blocks: int,
+    num_loops: int,
+    *,
+    at_least: int,
 ) -> Memory:
-    """Takes memory. Raises UserError that says how much it would be when there is not as much."""
-    check_free(model, strategy, num_blocks, num_loops, num_slots)
+    """Takes memory for `num_blocks`, or for as many as the system has room for, `at_least` so many.
+
+    Raises UserError that says how much it would be when there is not as much.
+    """
+    need = bytes_for(model, strategy, num_blocks, num_loops)
+    free = free_bytes(model.embed_tokens.weight.device)
+    if free is not None and need > free:
+        num_blocks = blocks_within(model, strategy, int(MOST_OF_FREE * free), num_loops)
+        if num_blocks < at_least:
+            raise too_much(bytes_for(model, strategy, at_least, num_loops), at_least, num_loops)
     try:
         return Memory(model, strategy, num_slots=num_slots, num_blocks=num_blocks, num_loops=num_loops)
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "alloc" not in str(error):
             raise
-        raise too_much(bytes_for(model, strategy, num_blocks, num_loops), num_blocks, num_loops, num_slots) from None
+        raise too_much(need, num_blocks, num_loops) from None
 
 
-def check_free(
-    model: LoopedTransformer, strategy: CacheStrategy, num_blocks: int, num_loops: int, num_slots: int
-) -> None:
-    """Raises UserError when the system says that it has not got the memory."""
-    need = bytes_for(model, strategy, num_blocks, num_loops)
-    free = free_bytes(model.embed_tokens.weight.device)
-    if free is not None and need > free:
-        raise too_much(need, num_blocks, num_loops, num_slots)
-
-
-def too_much(need: int, num_blocks: int, num_loops: int, num_slots: int) -> UserError:
+def too_much(need: int, num_blocks: int, num_loops: int) -> UserError:
     """What to say of memory that is not there."""
     return UserError(
-        f"No memory for {num_blocks * BLOCK_SIZE:,} positions, those of up to {num_slots} requests at a time, at "
-        f"{num_loops:,} loops: that takes {amount(need)}. Use fewer loops, a lower max_tokens, shorter prompts, a "
-        "smaller max_batch, a cache that keeps one set of keys, or set memory_bytes."
+        f"No memory for {num_blocks * BLOCK_SIZE:,} positions at {num_loops:,} loops: they take {amount(need)}. Use "
+        "fewer loops, a lower max_tokens, shorter prompts, a smaller max_batch, or a cache that keeps one set of keys."
     )

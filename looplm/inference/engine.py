@@ -19,12 +19,12 @@ from looplm.inference.decide import Clock, Reading
 from looplm.inference.decode import tick
 from looplm.inference.exit_policy import ExitPolicy
 from looplm.inference.memory import Memory
-from looplm.inference.packed import packed_model
+from looplm.inference.packed import packed_model, weights_identity
 from looplm.inference.passes import LanguageModel
 from looplm.inference.prefill import prefill
 from looplm.inference.prompts import Parts, Prompt, check_model, listed, model_defaults, one_for_each, read_prompt
 from looplm.inference.request import Family, FinishReason, Flight, Request
-from looplm.inference.results import EngineStats, GenerationResult, Piece, result_of
+from looplm.inference.results import EngineStats, GenerationResult, Piece, next_piece, result_of
 from looplm.inference.sampling import SamplingParams, check_number, make_generator, token_logprobs
 from looplm.inference.scheduler import Scheduler
 from looplm.inference.screening import Screen
@@ -50,9 +50,8 @@ class Engine:
     chunk_size: most positions of prompts in one pass, and of one request in catching up.
     memory_bytes: limit for cache, states and all else that is kept per position, taken at the first request. Requests
         that do not fit beside others wait. None takes what requests need, as they come.
-    pack_weights: keep a second copy of the matrices, laid out for this CPU, which makes decoding up to twice as fast at
+    pack_weights: keep a second copy of the matrices, laid out for this CPU; decoding is then up to twice as fast at
         one row. None does so where it helps, in bfloat16 on a CPU that multiplies it, and there is memory for it.
-        Weights that change in place are packed anew with the next prompt.
     share_prefixes: whether a prompt uses what has been computed for another that begins alike.
     clock: seconds, for `Deadline`.
 
@@ -85,6 +84,7 @@ class Engine:
                 check_number(name, value, Integral, 1, math.inf)
         self.model, self.tokenizer = model, tokenizer
         self._packed = packed_model(model, pack_weights)
+        self._weights = weights_identity(model)
         self._run_by: LanguageModel = model if self._packed is None else self._packed
         self.kv_cache: CacheStrategy = strategies[kv_cache]
         self.max_batch, self.chunk_size, self.memory_bytes = max_batch, chunk_size, memory_bytes
@@ -97,6 +97,7 @@ class Engine:
         self._clock = Clock(clock)
         self._scheduler = Scheduler(max_batch, share=share_prefixes)
         self._memory: Memory | None = None
+        self._arrivals = False
         self._unlisted: set[Request] = set()
 
     # --- Whole texts --------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Engine:
         requests = self._requests([prompt], sampling, exit, speculation, screen)
         for request in requests:
             request.index = index
-        self._scheduler.add(requests)
+        self._add(requests)
         return requests
 
     def step(self) -> list[GenerationResult]:
@@ -206,8 +207,7 @@ class Engine:
         screen: Screen | None,
     ) -> list[Request]:
         given = listed(prompts)
-        if self._packed is not None:
-            self._packed.refresh()
+        self._notice_new_weights()
         samplings = one_for_each(
             "sampling", SamplingParams() if sampling is None else sampling, SamplingParams, len(given)
         )
@@ -267,9 +267,24 @@ class Engine:
             family.waiting += requests
         return requests
 
+    def _add(self, requests: list[Request]) -> None:
+        self._scheduler.add(requests)
+        self._arrivals = True
+
+    def _notice_new_weights(self) -> None:
+        """What was computed or packed with weights that have changed in place since is not used again."""
+        weights = weights_identity(self.model)
+        if weights == self._weights:
+            return
+        self._weights = weights
+        if self._packed is not None:
+            self._packed.refresh()
+        while self._memory is not None and self._memory.prefixes.evict():
+            pass
+
     def _run(self, requests: list[Request]) -> Iterator[GenerationResult]:
         self._unlisted.update(requests)
-        self._scheduler.add(requests)
+        self._add(requests)
         try:
             for request in requests:
                 while request.finish_reason is None:
@@ -281,7 +296,7 @@ class Engine:
 
     def _stream(self, requests: list[Request], tokenizer: Tokenizer) -> Iterator[Piece]:
         self._unlisted.update(requests)
-        self._scheduler.add(requests)
+        self._add(requests)
         texts = {request: TextStream(tokenizer, request.sampling.stop) for request in requests}
         try:
             while texts:
@@ -301,8 +316,9 @@ class Engine:
     def _step(self) -> list[Request]:
         """Admits what can begin, one pass over prompts, one tick; returns the requests that have finished."""
         scheduler, stats = self._scheduler, self.stats
-        if scheduler.waiting:
+        if scheduler.waiting and (self._arrivals or not scheduler.running):
             self._take_memory()
+            self._arrivals = False
         memory = self._memory
         if memory is None:
             return []
@@ -393,27 +409,3 @@ class Engine:
             request.finish_reason = "stop"
         elif len(request.token_ids) >= request.sampling.max_tokens:
             request.finish_reason = "length"
-
-
-def next_piece(request: Request, text: TextStream) -> Piece | None:
-    """What `request` has written since `text` was last brought up to date; None if there is nothing new to tell."""
-    first = len(text.token_ids)
-    new = request.token_ids[first:]
-    shown = ""
-    for token in new:
-        if token not in request.end_token_ids:
-            shown += text.add(token)
-        else:
-            text.token_ids.append(token)
-    if request.finish_reason is not None:
-        shown += text.finish()
-    if not new and not shown and request.finish_reason is None:
-        return None
-    return Piece(
-        index=request.index,
-        sample=request.sample,
-        text=shown,
-        token_ids=new,
-        loops=request.loops[first:],
-        finish_reason=request.finish_reason,
-    )

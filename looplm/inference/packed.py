@@ -69,8 +69,13 @@ class PackedModel:
 
 
 def identity(weight: Tensor) -> tuple[int, int]:
-    """Where a weight lies and how often it has been written to."""
-    return weight.data_ptr(), weight._version
+    """Where a weight lies and how often it has been written to; tensors made in inference mode do not count that."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def weights_identity(lm: LanguageModel) -> tuple[tuple[int, int], ...]:
+    """Of all weights: another value after any of them has been changed in place, or replaced."""
+    return tuple(identity(weight) for weight in (*lm.model.parameters(), lm.lm_head.weight))
 
 
 def can_pack(lm: LanguageModel) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from looplm.inference.request import FinishReason, Request
-from looplm.inference.text import Tokenizer, final_text
+from looplm.inference.text import TextStream, Tokenizer, final_text
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -112,4 +112,28 @@ def result_of(request: Request, tokenizer: Tokenizer | None) -> GenerationResult
         token_loops=request.token_loops(),
         finish_reason=request.finish_reason,
         error=request.error,
+    )
+
+
+def next_piece(request: Request, text: TextStream) -> Piece | None:
+    """What `request` has written since `text` was last brought up to date; None if there is nothing new to tell."""
+    first = len(text.token_ids)
+    new = request.token_ids[first:]
+    shown = ""
+    for token in new:
+        if token not in request.end_token_ids:
+            shown += text.add(token)
+        else:
+            text.token_ids.append(token)
+    if request.finish_reason is not None:
+        shown += text.finish()
+    if not new and not shown and request.finish_reason is None:
+        return None
+    return Piece(
+        index=request.index,
+        sample=request.sample,
+        text=shown,
+        token_ids=new,
+        loops=request.loops[first:],
+        finish_reason=request.finish_reason,
     )

@@ -11,6 +11,10 @@ LoraSlices = dict[str, tuple[Tensor, Tensor]]
 """Projection name -> (a, b) of one loop, (rank, in) and (out, rank), or with a leading B when rows differ."""
 
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The matrices of a layer."""
+
+
 def projection_sizes(config: LoopedConfig) -> dict[str, tuple[int, int]]:
     """Projection name -> (in, out) of the seven matrices of a layer."""
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim

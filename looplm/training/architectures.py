@@ -1,7 +1,6 @@
 """Which model each stage of a recipe trains, from the recipe alone: shapes, not weights."""
 
 import dataclasses
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from looplm.conversion.dense_source import any_tokenizer
@@ -11,6 +10,7 @@ from looplm.errors import UserError
 from looplm.hf.checkpoint import CONFIG, find_checkpoint, read_config
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import parameter_shapes
+from looplm.training.lora import is_adapted, is_named, lora_shapes
 from looplm.training.memory import deepest, is_trained, shallowest
 from looplm.training.recipe import CheckpointModel, RunRecipe, TrainTokenizer
 from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe
@@ -78,21 +78,35 @@ def stage_changes(config: LoopedConfig, stage: StageRecipe) -> dict[str, int | f
     trains_model = not isinstance(stage.objective, GateLossRecipe)
     if trains_model and isinstance(stage.num_loops, int) and not config.lora_rank:
         changes["num_loops"] = stage.num_loops
+    if stage.lora is not None and stage.lora.per_loop:
+        if config.lora_rank:
+            raise UserError(
+                f"Stage {stage.name}: the model has LoRA banks of rank {config.lora_rank} already. Train those: leave "
+                "lora out and freeze the rest."
+            )
+        changes |= {"lora_rank": stage.lora.rank, "lora_alpha": stage.lora.alpha}
     if stage.seq_len > config.max_position_embeddings:
         changes["max_position_embeddings"] = stage.seq_len
     return changes
 
 
 def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> None:
-    """Raises UserError for an objective that the stage's depth or length leaves nothing to do, for frozen names that no
-    parameter has, and for a truncation that no gradient passes on its way to the embeddings."""
-    names = [*parameter_shapes(config), "lm_head.weight"]
-    for pattern in stage.freeze:
-        if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"model.{pattern}") for name in names):
-            raise UserError(
-                f"Stage {stage.name}: freeze names {pattern!r}, but no parameter is called so; names are like "
-                f"{names[0]} and {names[1]}."
-            )
+    """Raises UserError for an objective that the stage's depth or length leaves nothing to do, for names that no parameter
+    has, and for a truncation that no gradient passes on its way to the embeddings."""
+    names = [*parameter_shapes(config), *lora_shapes(config, stage), "lm_head.weight"]
+    lora = stage.lora
+    for key, patterns in (("freeze", stage.freeze), ("lora.also_train", lora.also_train if lora is not None else ())):
+        for pattern in patterns:
+            if not any(is_named(name, (pattern,)) for name in names):
+                raise UserError(
+                    f"Stage {stage.name}: {key} names {pattern!r}, but no parameter is called so; names are like "
+                    f"{names[0]} and {names[1]}."
+                )
+    if lora is not None and any(is_adapted(name, lora) and is_named(name, lora.also_train) for name in names):
+        raise UserError(
+            f"Stage {stage.name}: lora.also_train names projections that lora.targets leaves frozen. Take them out of "
+            "one of the two."
+        )
     _check_truncation(config, stage)
     depth, objective = deepest(config, stage), stage.objective
     if isinstance(objective, GateLossRecipe) and depth < 2:

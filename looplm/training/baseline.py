@@ -157,8 +157,8 @@ def compare_twins(recipe: RunRecipe, run_dir: Path) -> Twins:
     told = [list(_held_out(directory, stage)) for directory in (run_dir / DENSE, run_dir)]
     if not all(told) or told[0][-1]["num_tokens"] != told[1][-1]["num_tokens"]:
         raise UserError(
-            f"The twins in {run_dir} cannot be compared: their last held-out losses of stage {stage} are missing or of "
-            "different text. Run both anew with one evaluation section."
+            f"The twins in {run_dir} cannot be compared: their last held-out losses of stage {stage} are missing or "
+            "of different text. Run both anew with one evaluation section."
         )
     sides = [_side(directory / stage, entries)
              for directory, entries in zip((run_dir / DENSE, run_dir), told, strict=True)]  # fmt: skip

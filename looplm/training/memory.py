@@ -19,6 +19,7 @@ from looplm.errors import UserError
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import parameter_shapes
 from looplm.objectives.cross_entropy import rows_in_chunk
+from looplm.training.lora import held_bytes, is_held_narrow, lora_shapes, trains
 from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe, UniformDepth
 
 USABLE_SHARE = 0.9
@@ -46,6 +47,9 @@ class MemoryEstimate:
     """What the backward pass needs, and the temporaries of one layer."""
     head: int
     """A chunk of logits, and the LM head's gradient, formed in the forward pass."""
+    sums: int = 0
+    """Where a step takes several passes: a pass's gradients, summed over the loops before they join `gradients`, as far
+    as they need more than the first loop gone back through has freed."""
 
     @property
     def fixed(self) -> int:
@@ -57,31 +61,38 @@ class MemoryEstimate:
         """All of it."""
         return (
             self.parameters + self.gradients + self.moments + self.gathered
-            + self.casts + self.activations + self.head
+            + self.casts + self.activations + self.head + self.sums
         )  # fmt: skip
 
 
 def estimate_memory(
-    config: LoopedConfig, stage: StageRecipe, micro_batch_rows: int, num_devices: int = 1, *, dense_mask: bool = False
+    config: LoopedConfig,
+    stage: StageRecipe,
+    micro_batch_rows: int,
+    num_devices: int = 1,
+    *,
+    accumulates: bool = False,
+    dense_mask: bool = False,
 ) -> MemoryEstimate:
     """The peak of a step of `stage` over `micro_batch_rows` rows a device, the model sharded over `num_devices`.
 
-    dense_mask: of a CPU (see above).
+    accumulates: whether a step takes several such passes. dense_mask: of a CPU (see above).
     """
-    shapes = parameter_shapes(config)
+    shapes = parameter_shapes(config) | lora_shapes(config, stage)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     trained = sum(size for name, size in sizes.items() if is_trained(name, stage))
-    total = sum(sizes.values())
+    held = held_bytes(shapes, stage)
     narrow = narrow_bytes(stage)
     tokens = micro_batch_rows * stage.seq_len
     return MemoryEstimate(
-        parameters=WIDE * _shard(total, num_devices),
+        parameters=_shard(held, num_devices),
         gradients=WIDE * _shard(trained, num_devices),
         moments=2 * WIDE * _shard(trained, num_devices),
-        gathered=WIDE * (total + trained) if num_devices > 1 else 0,
+        gathered=held + WIDE * trained if num_devices > 1 else 0,
         casts=_cast_bytes(config, stage, tokens),
         activations=activation_bytes(config, stage, micro_batch_rows, dense_mask=dense_mask),
         head=_head_bytes(config, tokens, narrow, trained=is_trained("lm_head.weight", stage)),
+        sums=max(0, WIDE * trained - _freed_by_a_loop(config, stage, tokens)) if accumulates else 0,
     )
 
 
@@ -101,8 +112,12 @@ def fit_micro_batch_rows(
     usable = int(USABLE_SHARE * device_bytes)
 
     def needed(candidate: int) -> int:
-        return estimate_memory(config, stage, candidate, num_devices, dense_mask=dense_mask).total
+        return estimate_memory(
+            config, stage, candidate, num_devices, accumulates=candidate < rows, dense_mask=dense_mask
+        ).total
 
+    if needed(rows) <= usable:
+        return rows
     if (least := needed(1)) > usable:
         raise UserError(
             f"Stage {stage.name}: one row of {stage.seq_len:,} tokens needs {least / 1e9:.1f} GB on each of "
@@ -110,7 +125,7 @@ def fit_micro_batch_rows(
             f"can be used. {_advice(stage)}"
         )
     fits = 1
-    for candidate in range(2, rows + 1):  # memory grows with the rows
+    for candidate in range(2, rows):  # memory grows with the rows
         if needed(candidate) > usable:
             break
         fits = candidate
@@ -130,9 +145,12 @@ def _advice(stage: StageRecipe) -> str:
 
 
 def is_trained(name: str, stage: StageRecipe) -> bool:
-    """Whether the stage trains the parameter `name`: not frozen by pattern, and in Stage II only the gate's."""
+    """Whether the stage trains the parameter `name`: not frozen by pattern, in Stage II only the gate's, and under
+    LoRA only corrections and what is trained besides."""
     gate_only = isinstance(stage.objective, GateLossRecipe)
     if gate_only and not name.startswith("model.early_exit_gate."):
+        return False
+    if stage.lora is not None and not trains(name, stage.lora):
         return False
     return not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"model.{pattern}") for pattern in stage.freeze)
 
@@ -191,19 +209,33 @@ def activation_bytes(config: LoopedConfig, stage: StageRecipe, rows: int, *, den
         # The language model is frozen: only what the gate reads is kept, and the states, which the head reads.
         return loops * (state + tokens * narrow * config.hidden_size) + working + shared
     kept_loops = min(loops, stage.backprop_loops or loops)
-    layers, how = config.num_hidden_layers, stage.activation_checkpointing
+    how = stage.activation_checkpointing
     outer = per_layer if how == "none" else state  # a layer of prelude or coda
-    # What a loop leaves behind, and what the backward pass runs again before it goes through it.
-    of_loop, again = {
-        "none": (layers * per_layer, 0),
-        "layer": (layers * state, per_layer),
-        "loop": (state, layers * per_layer),
-        "both": (state, layers * state + per_layer),
-    }[how]
+    of_loop, again = _of_loop(config, stage, state, per_layer)
     injections = max(0, kept_loops - 1) * _injection_bytes(config, tokens, narrow) if how in ("none", "layer") else 0
     once = config.num_prelude_layers * outer + state  # the embedding, or what the prelude leaves
     readouts = loops * (_readout_bytes(config, tokens, narrow) + config.num_coda_layers * outer)
     return once + kept_loops * of_loop + again + injections + readouts + working + shared
+
+
+def _of_loop(config: LoopedConfig, stage: StageRecipe, state: int, per_layer: int) -> tuple[int, int]:
+    """What a loop leaves behind, and what the backward pass runs again before it goes through it."""
+    layers = config.num_hidden_layers
+    return {
+        "none": (layers * per_layer, 0),
+        "layer": (layers * state, per_layer),
+        "loop": (state, layers * per_layer),
+        "both": (state, layers * state + per_layer),
+    }[stage.activation_checkpointing]
+
+
+def _freed_by_a_loop(config: LoopedConfig, stage: StageRecipe, tokens: int) -> int:
+    """What is free again once the backward pass has gone through one loop, and another is to come."""
+    if min(deepest(config, stage), stage.backprop_loops or math.inf) < 2:
+        return tokens * config.num_hidden_layers * layer_bytes(config, narrow_bytes(stage))
+    narrow = narrow_bytes(stage)
+    state, per_layer = tokens * WIDE * config.hidden_size, tokens * layer_bytes(config, narrow)
+    return _of_loop(config, stage, state, per_layer)[0] + _readout_bytes(config, tokens, narrow)
 
 
 def layer_bytes(config: LoopedConfig, narrow: int, masked_keys: int = 0) -> int:
@@ -256,8 +288,17 @@ def _cast_bytes(config: LoopedConfig, stage: StageRecipe, tokens: int) -> int:
     if narrow == WIDE:
         return 0
     # The embedding is looked up; the head is counted apart.
-    shapes = [shape for name, shape in parameter_shapes(config).items() if len(shape) >= 2 and name not in embedding]
+    shapes = [
+        shape
+        for name, shape in (parameter_shapes(config) | lora_shapes(config, stage)).items()
+        if len(shape) >= 2 and name not in embedding and not is_held_narrow(name, stage)
+    ]
     casts = narrow * sum(math.prod(shape) for shape in shapes)
+    if stage.lora is not None:
+        # Autocast keeps its copies of trained weights alone; those of frozen ones are made anew at every use.
+        if stage.activation_checkpointing in ("none", "loop"):
+            return casts * (deepest(config, stage) if stage.activation_checkpointing == "none" else 1)
+        return casts // config.num_layers
     if stage.activation_checkpointing in ("none", "loop"):
         return casts
     # Where layers are run again nothing keeps the forward's copies. Going back there are one layer's, and then what

@@ -8,15 +8,19 @@ from torch import Tensor, nn
 
 from looplm.errors import UserError
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.training.stage_recipe import GateLossRecipe, Objective, OptimizerRecipe
+from looplm.training.lora import trains
+from looplm.training.stage_recipe import GateLossRecipe, LoraRecipe, Objective, OptimizerRecipe
 
 OptimizerState = dict[str, dict[str, Tensor]]
 """AdamW's `step`, `exp_avg` and `exp_avg_sq` by parameter name."""
 
 
-def freeze_for(model: LoopLMForCausalLM, objective: Objective, frozen: Sequence[str] = ()) -> None:
+def freeze_for(
+    model: LoopLMForCausalLM, objective: Objective, frozen: Sequence[str] = (), lora: LoraRecipe | None = None
+) -> None:
     """Leaves trainable what the objective trains, the gate alone in Stage II, less what `frozen` names.
 
+    lora: then of the model only the corrections, and what the recipe trains besides.
     frozen: names of parameters within the bare model, or with the head, with wildcards ("embed_tokens.*",
         "lm_head.*"). Raises UserError for a name that fits nothing, and when nothing is left to train.
     """
@@ -24,6 +28,9 @@ def freeze_for(model: LoopLMForCausalLM, objective: Objective, frozen: Sequence[
     model.requires_grad_(not gate_only)
     model.model.early_exit_gate.requires_grad_(True)
     names = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    if lora is not None:
+        for name, parameter in names.items():
+            parameter.requires_grad_(trains(name, lora))
     for pattern in frozen:
         fitting = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"model.{pattern}")]
         if not fitting:

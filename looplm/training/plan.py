@@ -15,6 +15,7 @@ from looplm.model.config import LoopedConfig
 from looplm.model.flops import count_parameters, inference_flops, parameter_shapes, training_flops
 from looplm.training.architectures import check_stage, stage_configs, starting_config
 from looplm.training.depth import active_loops
+from looplm.training.lora import lora_shapes
 from looplm.training.memory import (
     MemoryEstimate,
     deepest,
@@ -146,7 +147,9 @@ def plan_stage(
         length=None if steps is None else plan_length(config, stage, steps),
         micro_batch_rows=micro_batch_rows,
         micro_batches=math.ceil(rows / micro_batch_rows),
-        memory=estimate_memory(config, stage, micro_batch_rows, num_devices),
+        memory=estimate_memory(
+            config, stage, micro_batch_rows, num_devices, accumulates=rows > micro_batch_rows
+        ),
         fits=fits,
     )
 
@@ -179,7 +182,8 @@ def choose_rows(
 
 def trained_parameters(config: LoopedConfig, stage: StageRecipe) -> int:
     """Parameters that the stage changes."""
-    return sum(math.prod(shape) for name, shape in parameter_shapes(config).items() if is_trained(name, stage))
+    shapes = parameter_shapes(config) | lora_shapes(config, stage)
+    return sum(math.prod(shape) for name, shape in shapes.items() if is_trained(name, stage))
 
 
 def describe_depth(config: LoopedConfig, stage: StageRecipe) -> str:
@@ -216,7 +220,9 @@ def stage_flops(config: LoopedConfig, stage: StageRecipe, steps: StepPlan, *, at
         truncated = max(0, depth - stage.backprop_loops) if stage.backprop_loops is not None else 0
         context = (stage.seq_len + 1) / 2 if attention else 0
         loop = inference_flops(config, 2, context=context) - inference_flops(config, 1, context=context)
-        return flops - 2 * num_tokens * truncated * loop if truncated else flops
+        passed = flops - 2 * num_tokens * truncated * loop if truncated else flops
+        # A frozen weight has no gradient of its own, which is half of the backward pass.
+        return passed if stage.lora is None else (passed + flops / 3) / 2
 
     if isinstance(stage.objective, RoutingRecipe):
         return _curriculum_flops(config, stage, stage.objective, steps, at)

@@ -182,6 +182,10 @@ class RunRecipe(Strict):
             raise ValueError(f"two stages have the same name ({', '.join(names)}).")
         if taken := set(names) & set(RUN_DIRECTORY):
             raise ValueError(f"a stage cannot be called {taken.pop()}: the run directory uses that name itself.")
+        if taken := {f"{stage.name}-adapter" for stage in stages if stage.lora is not None} & set(names):
+            raise ValueError(f"a stage cannot be called {taken.pop()}: the adapter of another one is kept there.")
+        if unmerged := [stage.name for stage in stages[:-1] if stage.lora is not None and not stage.lora.merge]:
+            raise ValueError(f"stage {unmerged[0]} must merge its adapter: the next one begins with the merged model.")
         for stage in stages:
             if stage.data is None:
                 raise ValueError(f"stage {stage.name} has no data.")

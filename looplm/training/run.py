@@ -32,6 +32,7 @@ from looplm.data.recipe import DataRecipe, FilesSource, GeneratorSource
 from looplm.data.sources import expand_paths, import_function
 from looplm.data.tokenizer import encode_plain, train_tokenizer
 from looplm.errors import UserError
+from looplm.hf.adapter import ADAPTER_CONFIG, save_adapter
 from looplm.hf.checkpoint import CONFIG
 from looplm.hf.load import load, load_tokenizer
 from looplm.hf.modeling import LoopLMForCausalLM
@@ -43,11 +44,19 @@ from looplm.training.checkpoint import Checkpoint, latest_checkpoint, remove_sta
 from looplm.training.distributed import Ranks, process_group
 from looplm.training.held_out import HeldOut
 from looplm.training.optimizer import OptimizerState, optimizer_state
-from looplm.training.recipe import RunRecipe, TrainTokenizer
+from looplm.training.recipe import CheckpointModel, RunRecipe, TrainTokenizer
 from looplm.training.recipe_changes import check_changes, recipe_changes
 from looplm.training.recipe_file import dump_recipe, load_recipe
 from looplm.training.rows import LoadedRows
-from looplm.training.stage_model import build_model, change_for_stage, gathered, stage_directory
+from looplm.training.stage_model import (
+    adapter_directory,
+    build_model,
+    change_for_stage,
+    gathered,
+    merged_after,
+    stage_directory,
+    trained_besides,
+)
 from looplm.training.stage_recipe import StageRecipe
 from looplm.training.steps import StepPlan
 from looplm.training.telemetry import Telemetry
@@ -61,8 +70,8 @@ Result = TypeVar("Result")
 
 
 def run(recipe: RunRecipe, run_dir: Path, resume: bool = False, console: Console | None = None) -> None:
-    """Trains every stage of `recipe`, in the process group that torchrun set up, if it did; and then those of its dense
-    twin, if it asks for one.
+    """Trains every stage of `recipe`, in the process group that torchrun set up, if it did; and those of its dense
+    twin after it, where it asks for one.
 
     Without `resume` the run directory must be empty or not there. With it, a run that was begun there goes on from its
     last checkpoint, bit for bit; where none was begun, one is. Rank 0 alone writes and shows progress.
@@ -113,12 +122,15 @@ class _Run:
         for index, stage in list(enumerate(self.recipe.stages))[begin:]:
             if model is None:
                 model = self.first_model(index, tokenizer)
-            model = change_for_stage(model, stage)
+            model = change_for_stage(model, stage, self.recipe.seed + index)
             checkpoint = latest if latest is not None and latest.stage_index == index else None
             model = model.to(self.ranks.device)  # pyright: ignore[reportArgumentType]
             model, moments = self.train_stage(index, model, tokenizer, telemetry, moments, checkpoint)
         telemetry.close()
-        self.say(f"Done. The model is in {stage_directory(self.run_dir, self.recipe.stages[-1])}.")
+        last = self.recipe.stages[-1]
+        merged = last.lora is None or last.lora.merge
+        where = stage_directory(self.run_dir, last) if merged else adapter_directory(self.run_dir, last)
+        self.say(f"Done. The {'model' if merged else 'adapter'} is in {where}.")
 
     def run_twin(self) -> None:
         """Trains the dense twin as far as it has not been yet, and compares."""
@@ -164,8 +176,13 @@ class _Run:
     def is_finished(self, latest: Checkpoint | None) -> bool:
         """Whether the last stage's model has been saved; then nothing is left to do."""
         last = len(self.recipe.stages) - 1
-        saved = stage_directory(self.run_dir, self.recipe.stages[last]) / CONFIG
-        return latest is not None and latest.stage_index == last and saved.is_file()
+        return latest is not None and latest.stage_index == last and self.is_saved(self.recipe.stages[last])
+
+    def is_saved(self, stage: StageRecipe) -> bool:
+        """Whether the stage has left what it should: its model, or its adapter where that is not merged."""
+        if stage.lora is None or stage.lora.merge:
+            return (stage_directory(self.run_dir, stage) / CONFIG).is_file()
+        return (adapter_directory(self.run_dir, stage) / ADAPTER_CONFIG).is_file()
 
     def open_tokenizer(self) -> PreTrainedTokenizerBase:
         """The run's tokenizer, trained on the first stage's text or loaded, and kept with the run."""
@@ -258,9 +275,10 @@ class _Run:
             telemetry.rewind(stage.name, 0)
         self.say(self.headline(stage, model, num_steps))
         trainer.run()
-        self.save_model(stage, model, tokenizer)
+        moments = {} if stage.lora is not None else optimizer_state(model, trainer.optimizer)
+        model = self.save_model(index, model, tokenizer)
         self.on_main(lambda: remove_stages_before(self.run_dir, index))
-        return model, optimizer_state(model, trainer.optimizer)
+        return model, moments
 
     def open_data(
         self, index: int, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase
@@ -303,19 +321,42 @@ class _Run:
             f"{self.ranks.world_size} x {self.ranks.device.type}."
         )
 
-    def save_model(self, stage: StageRecipe, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Writes the stage's model, unless an earlier process has."""
-        directory = stage_directory(self.run_dir, stage)
-        if self.on_main((directory / CONFIG).is_file):
-            return
+    def save_model(
+        self, index: int, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase
+    ) -> LoopLMForCausalLM:
+        """Writes the stage's model, unless an earlier process has, and returns it as the next stage finds it."""
+        stage = self.recipe.stages[index]
+        saved = self.on_main(lambda: self.is_saved(stage))
+        if saved and stage.lora is None:
+            return model
         whole = gathered(model)  # a matter of all ranks
+        if stage.lora is not None:
+            if not saved and not stage.lora.per_loop:
+                self.on_main(lambda: self.write_adapter(index, whole))
+            whole = merged_after(whole, stage.lora)
+        if not saved and (stage.lora is None or stage.lora.merge):
+            self.on_main(lambda: self.write_model(stage, whole, tokenizer))
+        return model if stage.lora is None else whole
 
-        def write() -> None:
-            save_checkpoint(whole, directory, tokenizer)
-            (directory / RECIPE).write_text(dump_recipe(self.recipe), encoding="utf-8")
-
-        self.on_main(write)
+    def write_model(self, stage: StageRecipe, whole: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The stage's checkpoint directory; on rank 0."""
+        directory = stage_directory(self.run_dir, stage)
+        save_checkpoint(whole, directory, tokenizer)
+        (directory / RECIPE).write_text(dump_recipe(self.recipe), encoding="utf-8")
         self.say(f"Stage {stage.name} is done; its model is in {directory}.")
+
+    def write_adapter(self, index: int, whole: LoopLMForCausalLM) -> None:
+        """The adapter of a stage alone; on rank 0."""
+        stage, model = self.recipe.stages[index], self.recipe.model
+        assert stage.lora is not None
+        directory = adapter_directory(self.run_dir, stage)
+        base = str(stage_directory(self.run_dir, self.recipe.stages[index - 1])) if index else ""
+        if not index and isinstance(model, CheckpointModel):
+            base = model.path
+        if (directory / ADAPTER_CONFIG).is_file():  # killed before the merged model was written
+            return
+        save_adapter(whole, directory, base, trained_besides(whole, stage.lora))
+        self.say(f"Stage {stage.name}: its adapter is in {directory}.")
 
     # --- Ranks ------------------------------------------------------------------------------------------------------
 

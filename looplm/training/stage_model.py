@@ -12,15 +12,18 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from looplm.conversion.dense_to_looped import dense_to_looped
+from looplm.conversion.lora_banks import with_banks
 from looplm.conversion.upcycling import upcycle
 from looplm.errors import UserError
+from looplm.hf.adapter import adapt_alike, add_adapter, hold_projections, merge_adapter
 from looplm.hf.config import LoopLMConfig
 from looplm.hf.load import load
 from looplm.hf.modeling import LoopLMForCausalLM, OuroForCausalLM
 from looplm.model.config import LoopedConfig
 from looplm.training.architectures import stage_changes
+from looplm.training.lora import is_named
 from looplm.training.recipe import CheckpointModel, ConvertedModel, NewModel, RunRecipe, StartingScales
-from looplm.training.stage_recipe import ExpectedLossRecipe, StageRecipe
+from looplm.training.stage_recipe import ExpectedLossRecipe, LoraRecipe, StageRecipe
 
 
 def build_model(recipe: RunRecipe, config: LoopedConfig, tokenizer: PreTrainedTokenizerBase) -> LoopLMForCausalLM:
@@ -106,14 +109,24 @@ def _same(found: Any, wanted: Any) -> bool:
     return math.isclose(found, wanted, rel_tol=1e-6) if isinstance(found, float) else found == wanted
 
 
-def change_for_stage(model: LoopLMForCausalLM, stage: StageRecipe) -> LoopLMForCausalLM:
-    """The model as `stage` trains it: upcycled, or the same with another RoPE base, depth or context in its configs.
+def change_for_stage(model: LoopLMForCausalLM, stage: StageRecipe, seed: int = 0) -> LoopLMForCausalLM:
+    """The model as `stage` trains it: upcycled, with an adapter, or the same with another RoPE base, depth or context
+    in its configs.
 
-    An upcycled model is a new one, whole even if `model` was sharded.
+    An upcycled or adapted model is a new one, whole even if `model` was sharded. seed: of an adapter's start.
     """
-    changes = stage_changes(model.model.config, stage)
+    changes, lora = stage_changes(model.model.config, stage), stage.lora
+    if stage.upcycle is not None or lora is not None:
+        model = gathered(model)
     if stage.upcycle is not None:
-        model = upcycle(gathered(model), stage.upcycle.num_layers, stage.upcycle.order)
+        model = upcycle(model, stage.upcycle.num_layers, stage.upcycle.order)
+    if lora is not None and lora.per_loop:
+        loops = changes.get("num_loops", model.model.config.num_loops)
+        model = with_banks(model, lora.rank, lora.alpha, int(loops), seed)
+    elif lora is not None:
+        add_adapter(model, lora.rank, lora.alpha, lora.targets, seed)
+    if lora is not None and lora.base == "bf16":
+        hold_projections(model, lora.targets, torch.bfloat16)
     model.model.config = dataclasses.replace(model.model.config, **changes)
     shell = {name: value for name, value in changes.items() if name != "num_hidden_layers"}
     if isinstance(stage.objective, ExpectedLossRecipe):
@@ -136,10 +149,29 @@ def gathered(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
         weights[name] = full.detach().clone()
     if model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    adapt_alike(model, whole)
     whole.load_state_dict(weights, assign=True)
     whole.tie_weights()
     whole.generation_config = model.generation_config
     return whole.train(model.training)
+
+
+def merged_after(model: LoopLMForCausalLM, lora: LoraRecipe) -> LoopLMForCausalLM:
+    """The whole model after a LoRA stage, in float32, its adapter merged; banks stay. Changes it in place."""
+    if lora.per_loop:
+        hold_projections(model, lora.targets, torch.float32)
+    merge_adapter(model)
+    return model.requires_grad_(True)
+
+
+def trained_besides(model: LoopLMForCausalLM, lora: LoraRecipe) -> list[str]:
+    """Names of the parameters that a LoRA stage has trained besides its corrections."""
+    return [name for name, _ in model.named_parameters() if is_named(name, lora.also_train)]
+
+
+def adapter_directory(run_dir: Path, stage: StageRecipe) -> Path:
+    """Where a finished stage's adapter lies, alone."""
+    return run_dir / f"{stage.name}-adapter"
 
 
 def stage_directory(run_dir: Path, stage: StageRecipe) -> Path:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from looplm.data.recipe import DataRecipe
+from looplm.model.lora import PROJECTIONS
 from looplm.objectives.gate_loss import LabelShift
 from looplm.strict import Strict
 
@@ -153,6 +154,37 @@ class DivergenceRecipe(Strict):
     """Skipped steps in a row after which the run stops all the same."""
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraRecipe(Strict):
+    """Low-rank fine-tuning (Hu et al., 2106.09685): the stage trains corrections to projections that stay frozen."""
+
+    rank: int = Field(gt=0)
+    alpha: float = Field(default=32.0, gt=0)
+    """The correction's scale is alpha / rank."""
+    targets: tuple[Projection, ...] = Field(default=PROJECTIONS, min_length=1)
+    """Projections that get one, in every layer."""
+    also_train: tuple[str, ...] = ()
+    """Names of other parameters to train, with wildcards ("early_exit_gate.*", "injection.*")."""
+    per_loop: bool = False
+    """One bank of corrections for each loop of the core (Closing the Loop, 4.4) instead of one that all loops share.
+    Banks cannot be merged: they stay part of the model."""
+    base: Literal["fp32", "bf16"] = "fp32"
+    """What the frozen projections are held in. bf16 halves their memory and needs precision: bf16, which rounds them
+    all the same; the merged model's are then those of the rounded base."""
+    merge: bool = True
+    """Write the merged model too; false leaves the adapter alone, for the last stage of a run."""
+
+    @model_validator(mode="after")
+    def _banks_are_whole(self) -> "LoraRecipe":
+        if self.per_loop and (set(self.targets) != set(PROJECTIONS) or not self.merge):
+            raise ValueError(
+                "per_loop banks stand beside all projections and stay in the model: leave targets and merge out."
+            )
+        return self
+
+
 class StageRecipe(Strict):
     """One stage of a run. Its length is one of `tokens`, `num_steps` and `epochs`."""
 
@@ -181,6 +213,8 @@ class StageRecipe(Strict):
     """What is read; None where the caller hands over the rows himself."""
     freeze: tuple[str, ...] = ()
     """Names of parameters not to train, with wildcards ("embed_tokens.*"). Stage II freezes all but the gate."""
+    lora: LoraRecipe | None = None
+    """Train corrections only; the stage ends with the merged model, and the adapter alone beside it."""
     upcycle: UpcycleRecipe | None = None
     reset_optimizer: bool = False
     """Begin with fresh AdamW moments; otherwise those of the stage before go on, if it trained the same parameters."""
@@ -201,6 +235,14 @@ class StageRecipe(Strict):
     def _one_length(self) -> "StageRecipe":
         if sum(length is not None for length in (self.tokens, self.num_steps, self.epochs)) != 1:
             raise ValueError("give exactly one of tokens, num_steps and epochs.")
+        return self
+
+    @model_validator(mode="after")
+    def _lora_has_a_use(self) -> "StageRecipe":
+        if self.lora is not None and isinstance(self.objective, GateLossRecipe):
+            raise ValueError("gate_loss trains the gate alone; a stage with lora needs another objective.")
+        if self.lora is not None and self.lora.base == "bf16" and self.precision != "bf16":
+            raise ValueError("lora.base: bf16 needs precision: bf16.")
         return self
 
     @model_validator(mode="after")

@@ -109,7 +109,7 @@ class Trainer:
         """By this rank's rows of a step: those of one forward."""
         self._signals = StopSignals()
         self._asked_to_stop: int | None = None
-        freeze_for(model, stage.objective, stage.freeze)
+        freeze_for(model, stage.objective, stage.freeze, stage.lora)
         shard(model, self.ranks)
         wrap_layers(model, stage.compile, stage.activation_checkpointing)
         self.optimizer = build_optimizer(model, stage.optimizer)

@@ -63,6 +63,18 @@ def make_lm() -> Callable[..., TinyLM]:
 
 
 @pytest.fixture
+def agreeing(make_lm: Callable[..., TinyLM]) -> TinyLM:
+    """A model whose core adds nothing, so that all loops agree on every token."""
+    lm = make_lm()
+    with torch.no_grad():
+        for layer in lm.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        lm.model.norm.weight.fill_(1.0)
+    return lm
+
+
+@pytest.fixture
 def make_prompts() -> Callable[..., list[list[int]]]:
     """Random prompts of mixed length, 1 token among them."""
 

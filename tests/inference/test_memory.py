@@ -182,8 +182,26 @@ def test_without_a_limit_memory_grows_under_running_requests(make_lm):
 def test_what_the_system_has_not_got_is_said_before_it_is_taken(make_lm, monkeypatch):
     monkeypatch.setattr(capacity, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(capacity, "Memory", None)
-    with pytest.raises(UserError, match=r"No memory for 16 positions.* that takes \d+\.\d KiB"):
+    with pytest.raises(UserError, match=r"No memory for 16 positions.* they take \d+\.\d KiB"):
         next(Engine(make_lm()).generate([[1]], EIGHT, FixedDepth(1)))
+
+
+def test_requests_wait_where_the_system_has_not_got_memory_for_all(make_lm, make_prompts, monkeypatch):
+    """Also while others run: nothing fails that could run later."""
+    lm, prompts = make_lm(), make_prompts(6)
+    expected = [r.token_ids for r in Engine(lm).generate(prompts, EIGHT, FixedDepth(4))]
+    free = int(capacity.bytes_for(lm.model, "per_loop", 3, 4) / capacity.MOST_OF_FREE) + 1
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: free)
+    engine = Engine(lm, share_prefixes=False)
+    assert [r.token_ids for r in engine.generate(prompts, EIGHT, FixedDepth(4))] == expected
+    assert engine._memory is not None and engine._memory.blocks.num_blocks == 3
+    engine.submit([1] * 20, EIGHT, FixedDepth(4))
+    engine.step()
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: 10)
+    (late,) = engine.submit([2] * 20, EIGHT, FixedDepth(4))
+    while engine.num_unfinished:
+        engine.step()
+    assert late.finish_reason == "length"
 
 
 def test_cancellation_frees_at_once(make_lm):

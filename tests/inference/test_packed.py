@@ -47,6 +47,19 @@ def test_weights_that_change_in_place_are_packed_anew(make_lm):
     assert after == fresh != before
 
 
+def test_what_was_computed_with_other_weights_is_not_used_again(make_lm):
+    """In any dtype: a prompt that has been read before is read anew."""
+    lm = make_lm()
+    engine = Engine(lm)
+    prompt = [3, 1, 4, 1, 5, 9] * 6
+    list(engine.generate([prompt], TEN, FixedDepth(4)))
+    with torch.no_grad():
+        lm.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+    (after,) = engine.generate([prompt], TEN, FixedDepth(4))
+    (fresh,) = Engine(lm).generate([prompt], TEN, FixedDepth(4))
+    assert after == fresh
+
+
 @needs_bf16
 def test_a_forward_is_bit_for_bit(make_lm):
     lm = wide(make_lm)

@@ -74,6 +74,26 @@ def test_redirect_puts_its_tokens_there_and_goes_on(speculation, make_lm):
     assert result.loops[3:6] == [1, 1, 1] and set(result.loops[6:]) == {4}
 
 
+def test_redirect_in_the_middle_of_a_draft(agreeing):
+    """Drafts before it are untested when it is put there, and stand."""
+    expected = plain(agreeing)
+    drafted = []
+
+    def look(preview):
+        if preview.token_ids != expected.token_ids[:3]:
+            return None
+        drafted.append(preview.num_drafted)
+        return Redirect([7, 8, 9])
+
+    (result,) = Engine(agreeing).generate(
+        [PROMPT], TEN, FixedDepth(4), speculation=Speculation(1, 6), screen=Screen(look)
+    )
+    assert drafted == [2]
+    assert result.token_ids[:6] == [*expected.token_ids[:3], 7, 8, 9]
+    rest = reference.generate(agreeing, [*PROMPT, *result.token_ids[:6]], SamplingParams(max_tokens=4), FixedDepth(4))
+    assert result.token_ids[6:] == rest.token_ids
+
+
 def test_a_redirection_is_not_screened_itself(make_lm):
     """A screen that always redirects gives its tokens over and over, each time whole."""
     screen = Screen(lambda p: Redirect([7, 8, 9]))

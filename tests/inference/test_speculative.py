@@ -29,20 +29,10 @@ def test_greedy_text_is_the_oracle_s(draft_loops, draft_tokens, make_lm, make_pr
     assert engine.stats.drafted_tokens
 
 
-def agreeing(lm):
-    """`lm` with a core that adds nothing, so that all loops agree on every token."""
-    with torch.no_grad():
-        for layer in lm.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        lm.model.norm.weight.fill_(1.0)
-    return lm
-
-
 @pytest.mark.parametrize("draft_tokens", [1, 2, 4])
-def test_counts_where_every_draft_stands(draft_tokens, make_lm):
+def test_counts_where_every_draft_stands(draft_tokens, agreeing):
     """A round of k drafts and the token behind them takes s(k + 1) + R - s passes; none is made twice."""
-    lm = agreeing(make_lm())
+    lm = agreeing
     rounds = 3
     tokens = 1 + rounds * (draft_tokens + 1)
     engine = Engine(lm)
@@ -54,6 +44,34 @@ def test_counts_where_every_draft_stands(draft_tokens, make_lm):
     assert engine.stats.token_loops == 4 * (tokens - 1) == sum(result.token_loops[1:])
     assert engine.stats.head_reads == rounds * (2 * draft_tokens + 1)
     assert engine.stats.acceptance == 1
+
+
+class DeepOnce:
+    """The token after the prompt's first goes through all loops, those after it leave at loop 1.
+
+    Drafted on, positions pass loop 1 in order: the first that does is the deep one.
+    """
+
+    needs = "nothing"
+
+    def __init__(self):
+        self.first_loops = 0
+
+    def max_loops(self, trained_loops):
+        return trained_loops
+
+    def exits(self, signals, trained_loops):
+        self.first_loops += signals.loop == 1
+        return signals.loop >= trained_loops or (signals.loop == 1 and self.first_loops > 2)
+
+
+def test_positions_go_no_deeper_than_they_have_to(agreeing):
+    """What has left behind the last token that goes on is not taken along: the work is that without drafts."""
+    engine = Engine(agreeing)
+    (result,) = engine.generate([[1, 2]], SamplingParams(max_tokens=5), DeepOnce(), speculation=Speculation(1, 3))
+    assert result.loops == [4, 4, 1, 1, 1]
+    assert engine.stats.token_loops == sum(result.token_loops[1:]) == 4 + 1 + 1 + 1
+    assert engine.stats.drafted_tokens == 1
 
 
 def test_counts_match_a_model_that_counts(make_lm, make_prompts):

@@ -109,7 +109,8 @@ def test_in_pieces_it_is_the_same(
     straight: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
 ) -> None:
     """Killed in Stage I, in Stage II, in the twin, and resumed; at the end it is finished, and says so."""
-    recipe, run_dir, left, real = recipe_of(twins(texts, compare_loops=2)), tmp_path / "run", num_steps, Trainer.train_step
+    recipe, run_dir = recipe_of(twins(texts, compare_loops=2)), tmp_path / "run"
+    left, real = num_steps, Trainer.train_step
 
     def step(self: Trainer) -> Any:
         nonlocal left
