@@ -91,7 +91,7 @@ def memory_table(plan: RunPlan) -> "Table":
     for stage in plan.stages:
         memory = stage.memory
         parts = (memory.parameters, memory.gradients, memory.moments, memory.gathered, memory.casts,
-                 memory.activations, memory.head)  # fmt: skip
+                 memory.activations + memory.sums, memory.head)  # fmt: skip
         total = f"{scaled(memory.total, 1024)}B" + (" (!)" if stage.fits is False else "")
         table.add_row(
             stage.name, f"{stage.micro_batch_rows} x {stage.micro_batches}",

@@ -182,9 +182,8 @@ class Scheduler:
         """Generated positions that have been through all loops are as good as a prompt's, where the cache is exact."""
         if memory.cache.strategy == "per_loop" and not memory.model.coda and request.prefix is not None:
             start = len(request.prompt_token_ids)
-            stop = start + len(request.token_ids)
-            if request.prefix.stop == start:
-                self._keep_run(request, memory, prefix_space(request, memory), start, min(*request.filled, stop))
+            ready = min(*request.filled, start + len(request.token_ids))
+            self._keep_run(request, memory, prefix_space(request, memory), start, ready)
 
     @staticmethod
     def _keep_run(request: Request, memory: Memory, space: Hashable, start: int, stop: int) -> None:

@@ -135,8 +135,8 @@ def fit_micro_batch_rows(
 
 def _advice(stage: StageRecipe) -> str:
     ways = {
-        "activation_checkpointing: layer": stage.activation_checkpointing == "none",
-        "activation_checkpointing: both": stage.activation_checkpointing != "both",
+        "activation_checkpointing: layer or both": stage.activation_checkpointing == "none",
+        "activation_checkpointing: both": stage.activation_checkpointing in ("layer", "loop"),
         "precision: bf16": stage.precision == "fp32",
         "more devices": True,
         "a shorter seq_len": True,

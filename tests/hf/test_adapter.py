@@ -172,7 +172,7 @@ def test_ouro_keeps_a_merged_adapter_and_refuses_banks(make: Callable[..., LoopL
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"rank": 0}, "rank is 1 or more"), ({"targets": ["lm_head"]}, "targets are q_proj"), ({"targets": []}, "on nothing")],
+    [({"rank": 0}, "rank is 1"), ({"targets": ["lm_head"]}, "targets are q_proj"), ({"targets": []}, "on nothing")],
 )  # fmt: skip
 def test_impossible(make: Callable[..., LoopLMForCausalLM], options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):

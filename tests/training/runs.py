@@ -28,6 +28,7 @@ from looplm.training.checkpoint import latest_checkpoint, tensors_of
 from looplm.training.interrupt import Interrupted
 from looplm.training.recipe import CheckpointsRecipe
 from looplm.training.rows import LoadedRows
+from looplm.training.stage_model import change_for_stage, gathered, merged_after
 from looplm.training.stage_recipe import StageRecipe
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer
@@ -142,6 +143,18 @@ def train(
 def train_in_turn(*, rank: int, world_size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Several trainings in one group of processes."""
     return {name: train(rank=rank, world_size=world_size, **case) for name, case in cases.items()}
+
+
+def train_lora(*, rank: int, world_size: int, stage: dict[str, Any]) -> dict[str, Any]:
+    """A LoRA stage over a tiny model, and the whole, merged model after it."""
+    recipe = tiny_stage(**stage)
+    assert recipe.lora is not None
+    model = change_for_stage(tiny_model(), recipe, seed=4)
+    rows, telemetry = tiny_rows(rank=rank, world_size=world_size), Telemetry()
+    trainer = Trainer(model, recipe, rows, telemetry, seed=5)
+    trainer.run()
+    merged = merged_after(gathered(trainer.model), recipe.lora)
+    return {"losses": [record.loss for record in telemetry.records], "merged": dict(merged.state_dict())}
 
 
 def count_collectives(*, rank: int, world_size: int, chunk_logits: list[int], stage: dict[str, Any]) -> list[Any]:

@@ -177,7 +177,7 @@ def test_the_peak_of_a_step_within_a_quarter(fields: dict[str, Any], config_fiel
     if recipe.freeze:
         assert watched.peak <= estimate.total  # a frozen layer keeps less; the estimate leaves that aside
     else:
-        assert estimate.total == pytest.approx(watched.peak, rel=0.25)
+        assert 0.99 * watched.peak <= estimate.total <= 1.25 * watched.peak
 
 
 def test_sharding_divides_what_lasts() -> None:
@@ -206,9 +206,33 @@ def test_stage_two_holds_gradients_of_the_gate_alone() -> None:
     assert estimate.activations < activation_bytes(small_config(), stage(), ROWS) / 2
 
 
+def test_a_dense_mask_is_a_matter_of_cpus() -> None:
+    """The boolean mask once, and the kernel's numeric copy in each layer; at 64K tokens 4 GB and 8 GB a layer."""
+    config, recipe = small_config(), stage(precision="bf16")
+    gpu, cpu = (activation_bytes(config, recipe, ROWS, dense_mask=dense) for dense in (False, True))
+    assert cpu - gpu == ROWS * SEQ**2 * (1 + 2 * 3 * config.num_hidden_layers)
+    # What fits a GPU's memory is reckoned without it, and a CPU's with it.
+    least = {dense: estimate_memory(config, recipe, 1, dense_mask=dense).total for dense in (False, True)}
+    room = int(least[False] / 0.9) + 1
+    assert fit_micro_batch_rows(config, recipe, 1, room) == 1
+    with pytest.raises(UserError, match="one row of 16 tokens"):
+        fit_micro_batch_rows(config, recipe, 1, room, dense_mask=True)
+
+
+def test_several_passes_need_their_sums_beside_the_gradients() -> None:
+    config, recipe = small_config(hidden_size=128, intermediate_size=512), stage(activation_checkpointing="both")
+    one, several = (estimate_memory(config, recipe, 1, accumulates=accumulates) for accumulates in (False, True))
+    assert one.sums == 0 < several.sums < several.gradients
+    assert several.total == one.total + several.sums
+    # So a batch may fit whole that does not fit in parts of nearly its size.
+    whole = int(estimate_memory(config, recipe, 2).total / 0.9) + 1
+    assert estimate_memory(config, recipe, 1, accumulates=True).total > 0.9 * whole
+    assert fit_micro_batch_rows(config, recipe, 2, whole) == 2
+
+
 def test_rows_that_fit_share_a_batch_evenly() -> None:
     config, recipe = small_config(), stage(batch_tokens=SEQ * 10)
-    need = [estimate_memory(config, recipe, rows).total for rows in range(1, 11)]
+    need = [estimate_memory(config, recipe, rows, accumulates=rows < 10).total for rows in range(1, 11)]
     assert need == sorted(need)
     room = {rows: int(need[rows - 1] / 0.9) + 1 for rows in range(1, 11)}
     assert fit_micro_batch_rows(config, recipe, 10, room[10]) == 10

@@ -84,6 +84,16 @@ def test_the_micro_batch_is_made_to_fit() -> None:
     assert tiny.fits is False and tiny.micro_batch_rows == 1
 
 
+@pytest.mark.parametrize(("name", "num_devices"), [("ouro_1p4b", 64), ("ouro_2p6b", 128)])
+def test_every_stage_of_ouro_fits_80_gb(name: str, num_devices: int) -> None:
+    """At 64K tokens because of both kinds of recomputing."""
+    found = plan(name, num_devices=num_devices, device_bytes=80 * 10**9)
+    assert all(stage.fits for stage in found.stages) and found.stages[3].seq_len == 65_536
+    for less in ("layer", "loop"):
+        override = f"stages.3-long.activation_checkpointing={less}"
+        assert plan(name, override, num_devices=num_devices, device_bytes=80 * 10**9).stages[3].fits is False
+
+
 def test_stage_two_costs_its_forward_alone() -> None:
     overrides = ["stages.0.objective={kind: gate_loss}"]
     gate, full = plan("two_stage_1p4b", *overrides).stages[0], plan("two_stage_1p4b").stages[0]

@@ -434,14 +434,6 @@ def test_checkpoints_need_a_place(make_model, make_stage, make_rows):
         Trainer(make_model(), make_stage(), make_rows(), Telemetry(), checkpoints=CheckpointsRecipe(every=5))
 
 
-def test_a_micro_batch_is_what_fits(make_model, make_stage, make_rows, monkeypatch):
-    trainer = Trainer(make_model(), make_stage(batch_tokens=8 * SEQ_LEN), make_rows(), Telemetry())
-    assert trainer._micro_batch_rows(8) == 8
-    small = Trainer(make_model(), make_stage(batch_tokens=8 * SEQ_LEN), make_rows(), Telemetry())
-    monkeypatch.setattr("looplm.training.trainer.fit_micro_batch_rows", lambda *arguments: arguments[2] // 4)
-    assert [small._micro_batch_rows(8), small._micro_batch_rows(12), small._micro_batch_rows(8)] == [2, 3, 2]
-
-
 def test_a_run_leaves_the_global_random_state_alone_and_steps_start_from_their_own(make_model, make_stage, make_rows):
     drawn: list[float] = []
     for seed in (1, 1, 2):
