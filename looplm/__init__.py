@@ -18,38 +18,50 @@ if TYPE_CHECKING:
     from looplm.hf.register import register
     from looplm.hf.save import save_checkpoint
     from looplm.inference.engine import Engine
-    from looplm.inference.exit_policy import FixedDepth, QuantileExit
+    from looplm.inference.exit_policy import ConfidenceExit, Deadline, FixedDepth, HiddenDiffExit, QuantileExit
     from looplm.inference.sampling import SamplingParams
+    from looplm.inference.screening import Screen
+    from looplm.inference.speculative import Speculation
 
 _MODULES = {
+    "ConfidenceExit": "looplm.inference.exit_policy",
+    "Deadline": "looplm.inference.exit_policy",
     "Engine": "looplm.inference.engine",
     "FixedDepth": "looplm.inference.exit_policy",
+    "HiddenDiffExit": "looplm.inference.exit_policy",
+    "load": "looplm.hf.load",
+    "load_tokenizer": "looplm.hf.load",
     "LoopLMConfig": "looplm.hf.config",
     "LoopLMForCausalLM": "looplm.hf.modeling",
     "OuroConfig": "looplm.hf.config",
     "QuantileExit": "looplm.inference.exit_policy",
-    "SamplingParams": "looplm.inference.sampling",
-    "UserError": "looplm.errors",
-    "load": "looplm.hf.load",
-    "load_tokenizer": "looplm.hf.load",
     "register": "looplm.hf.register",
+    "SamplingParams": "looplm.inference.sampling",
     "save_checkpoint": "looplm.hf.save",
+    "Screen": "looplm.inference.screening",
+    "Speculation": "looplm.inference.speculative",
+    "UserError": "looplm.errors",
 }
 """Public name -> the module that defines it."""
 
 __all__ = [
+    "ConfidenceExit",
+    "Deadline",
     "Engine",
     "FixedDepth",
+    "HiddenDiffExit",
+    "load",
+    "load_tokenizer",
     "LoopLMConfig",
     "LoopLMForCausalLM",
     "OuroConfig",
     "QuantileExit",
-    "SamplingParams",
-    "UserError",
-    "load",
-    "load_tokenizer",
     "register",
+    "SamplingParams",
     "save_checkpoint",
+    "Screen",
+    "Speculation",
+    "UserError",
 ]
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from looplm.cli import bench_inference
 from looplm.errors import UserError
 
 app = typer.Typer(help="Measure speed and memory on this machine, against the obvious way.", no_args_is_help=True)
@@ -16,11 +17,6 @@ def check_writable(file: Path) -> None:
         file.touch()
     except OSError as error:
         raise UserError(f"--json {file} cannot be written: {error.strerror}.") from None
-
-
-@app.callback()
-def _bench() -> None:
-    """Keeps `train` a command of its own while it is the only one."""
 
 
 @app.command("train")
@@ -97,3 +93,10 @@ def train(
         console.print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n", encoding="utf-8")
+
+
+app.command("decode")(bench_inference.decode)
+app.command("exit")(bench_inference.early_exit)
+app.command("speculative")(bench_inference.speculative)
+app.command("batch")(bench_inference.batch)
+app.command("memory")(bench_inference.memory)

@@ -91,8 +91,8 @@ def stage_changes(config: LoopedConfig, stage: StageRecipe) -> dict[str, int | f
 
 
 def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> None:
-    """Raises UserError for an objective that the stage's depth or length leaves nothing to do, for names that no parameter
-    has, and for a truncation that no gradient passes on its way to the embeddings."""
+    """Raises UserError for an objective that the stage's depth or length leaves nothing to do, for names that no
+    parameter has, and for a truncation past which no gradient reaches the embeddings."""
     names = [*parameter_shapes(config), *lora_shapes(config, stage), "lm_head.weight"]
     lora = stage.lora
     for key, patterns in (("freeze", stage.freeze), ("lora.also_train", lora.also_train if lora is not None else ())):
@@ -121,7 +121,7 @@ def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> No
 
 
 def _check_truncation(config: LoopedConfig, stage: StageRecipe) -> None:
-    """Past truncated loops, gradient reaches the embeddings by injection or a tied head alone, a prelude by injection."""
+    """Past truncated loops, gradient reaches embeddings by injection or a tied head alone, and a prelude by injection."""
     kept, tied = stage.backprop_loops, config.tie_word_embeddings
     if kept is None or kept >= shallowest(config, stage) or config.injection != "none":
         return
@@ -134,6 +134,6 @@ def _check_truncation(config: LoopedConfig, stage: StageRecipe) -> None:
     if cut_off:
         raise UserError(
             f"Stage {stage.name}: with backprop_loops {kept} below the depth no gradient would ever reach {cut_off[0]}"
-            f"{' and others' * (len(cut_off) > 1)}: the first loop alone reads them. Give the model an injection, leave "
-            "backprop_loops out, or freeze them."
+            f"{' and others' * (len(cut_off) > 1)}: the first loop alone reads them. Give the model an injection, "
+            "leave backprop_loops out, or freeze them."
         )

@@ -48,8 +48,8 @@ class MemoryEstimate:
     head: int
     """A chunk of logits, and the LM head's gradient, formed in the forward pass."""
     sums: int = 0
-    """Where a step takes several passes: a pass's gradients, summed over the loops before they join `gradients`, as far
-    as they need more than the first loop gone back through has freed."""
+    """Where a step takes several passes: a pass's gradients, summed over the loops before they join `gradients`, as
+    far as they need more than the first loop gone back through has freed."""
 
     @property
     def fixed(self) -> int:

@@ -147,9 +147,7 @@ def plan_stage(
         length=None if steps is None else plan_length(config, stage, steps),
         micro_batch_rows=micro_batch_rows,
         micro_batches=math.ceil(rows / micro_batch_rows),
-        memory=estimate_memory(
-            config, stage, micro_batch_rows, num_devices, accumulates=rows > micro_batch_rows
-        ),
+        memory=estimate_memory(config, stage, micro_batch_rows, num_devices, accumulates=rows > micro_batch_rows),
         fits=fits,
     )
 

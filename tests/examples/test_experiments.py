@@ -77,3 +77,16 @@ def test_routing_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     # The curriculum begins with one loop and runs 1, 2, 3, 4 loops where the expected loss runs 4.
     assert len(routing["loop_losses"][0]) == 1 and len(routing["loop_losses"][-1]) == 4
     assert routing["training_flops"] == pytest.approx(expected["training_flops"] * 10 / 16)
+
+
+def test_upcycling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = smoke("upcycling", tmp_path, monkeypatch)
+    assert [(row["num_loops"], row["order"]) for row in found] == [
+        (loops, order) for loops in (4, 1) for order in ("unchanged", "stacked", "interleaved")
+    ]
+    for row in found:
+        assert len(row["before"]) == len(row["after"]) == len(row["after further training"]) == row["num_loops"]
+        assert (row["after"] == row["before"]) == (row["order"] == "unchanged")
+        assert row["after further training"][-1] < row["after"][-1]
+    assert found[1]["after"] != found[2]["after"] and found[1]["before"] == found[0]["before"]
+    assert "4 loops, stacked" in capsys.readouterr().out

@@ -97,7 +97,7 @@ def test_exact_cache(shape, make_lm):
         for j in range(sampling.n)
     }
     assert {loop for expected in oracle.values() for loop in expected.loops} == {1, 2, 3, 4, 5}
-    for _ in range(9):
+    for _ in range(6):
         engine = random_engine(lm, rng)
         for case, result in run_schedule(engine, cases, rng).items():
             assert (result.token_ids, result.loops) == (oracle[case].token_ids, oracle[case].loops)
@@ -114,7 +114,7 @@ def test_speculation(shape, make_lm):
     cases = make_cases(rng, greedy=True)
     oracle = [reference.generate(lm, *case) for case in cases]
     drafted = accepted = 0
-    for _ in range(11):
+    for _ in range(8):
         engine = random_engine(lm, rng)
         speculation = Speculation(rng.choice([1, 1, 2, 3]), rng.choice([None, 1, 2, 4]))
         for (case, _), result in run_schedule(engine, cases, rng, speculation=speculation).items():

@@ -1,10 +1,15 @@
 """The small twins: the stages of the large recipes in the same order, at a size that runs here, and they do run."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import looplm
+from looplm.conversion.checked import export_checkpoint
+from looplm.training.baseline import dense_twin
+from looplm.training.plan import plan_run
 from looplm.training.recipe import RunRecipe
 from looplm.training.recipe_file import load_recipe
 from looplm.training.run import run
@@ -19,7 +24,7 @@ def load(name: str, *overrides: str) -> RunRecipe:
 
 
 def test_every_large_recipe_has_a_twin() -> None:
-    assert sorted(path.stem for path in (RECIPES / "small").glob("*.yaml")) == NAMES
+    assert {path.stem for path in (RECIPES / "small").glob("*.yaml")} == {*NAMES, "convert_smollm2"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,3 +58,32 @@ def test_a_twin_runs(tmp_path: Path) -> None:
     run(load(f"small/{name}", *overrides), tmp_path / "run")
     last = looplm.load(tmp_path / "run" / recipe.stages[-1].name)
     assert last.model.config.num_hidden_layers == 2 and last.model.config.num_loops == 4
+
+
+def test_smollm2_beside_its_dense_twin() -> None:
+    recipe = load("small/convert_smollm2")
+    twin = dense_twin(recipe, Path("run"))
+    looped, dense = (plan_run(each).stages[0] for each in (recipe, twin))
+    # The sizes of the released model; gate and injection are a vector and a number each.
+    assert dense.num_parameters_without_gate == 134_515_008
+    assert looped.num_parameters == 134_515_008 + 2 * 577
+    assert looped.length is not None and dense.length is not None
+    assert looped.length.num_tokens == dense.length.num_tokens and looped.length.num_steps == dense.length.num_steps
+    assert looped.length.flops > 2.9 * dense.length.flops
+
+
+@pytest.mark.slow
+def test_lora_runs(tmp_path: Path) -> None:
+    """The shipped checkpoint, two steps on less text; the answers get likelier."""
+    overrides = ["stages.lora.num_steps=6", "stages.lora.data.sources.0.arguments={max_bytes: 300_000}",
+                 "stages.lora.seq_len=128", "stages.lora.batch_tokens=512", "stages.lora.log_every=1"]  # fmt: skip
+    run(load("small/lora_ouro_1p4b", *overrides), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "telemetry.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert min(losses[3:]) < losses[0]
+    exported = export_checkpoint(
+        "stdlib-small", tmp_path / "ouro", "ouro", adapter=tmp_path / "run" / "lora-adapter", dtype="float32"
+    )
+    merged, other = looplm.load(tmp_path / "run" / "lora"), looplm.load(exported.target)
+    for name, weight in merged.state_dict().items():
+        assert torch.equal(weight, other.state_dict()[name]), name

@@ -47,7 +47,7 @@ def twins(texts: Path, num_loops: int = 3, **changes: Any) -> dict[str, Any]:
         "tokenizer": {"kind": "train", "vocab_size": 280},
         "stages": [stage | first] + [stage | gate] * (num_loops > 1),
         "evaluation": {"every": 2, "max_tokens": 200},
-        "checkpoints": {"every": 1, "keep_last": 1},
+        "checkpoints": {"every": 1, "keep_last": 1, "asynchronous": False},
         "telemetry": {"tensorboard": False},
     }  # fmt: skip
     return recipe | changes

@@ -54,7 +54,7 @@ def fine_tuning(texts: Path, base: Path, lora: dict[str, Any], **stage: Any) -> 
     }  # fmt: skip
     return {
         "name": "tiny", "model": {"kind": "checkpoint", "path": str(base)}, "telemetry": {"tensorboard": False},
-        "tokenizer": {"kind": "load", "path": str(base)}, "stages": [first | stage], "checkpoints": {"every": 1},
+        "tokenizer": {"kind": "load", "path": str(base)}, "stages": [first | stage], "checkpoints": {"every": 1, "asynchronous": False},
     }  # fmt: skip
 
 

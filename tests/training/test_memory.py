@@ -183,8 +183,8 @@ def test_the_peak_of_a_step_within_a_quarter(fields: dict[str, Any], config_fiel
 def test_sharding_divides_what_lasts() -> None:
     config, recipe = small_config(), stage()
     one, four = estimate_memory(config, recipe, ROWS), estimate_memory(config, recipe, ROWS, num_devices=4)
-    assert four.parameters == -(-one.parameters // 16) * 4
-    assert four.moments == 2 * four.gradients == 2 * four.parameters
+    assert four.parameters == one.parameters // 4
+    assert four.gradients == -(-one.gradients // 16) * 4 and four.moments == 2 * four.gradients
     assert one.gathered == 0 and four.gathered == one.parameters + one.gradients
     assert one.activations == four.activations
 

@@ -63,7 +63,7 @@ def test_what_was_found_before_stays_where_it_fits(memory) -> None:
 
 
 def test_a_run_goes_on_bit_for_bit_on_a_machine_with_more_memory(tmp_path: Path, memory) -> None:
-    """In the same parts, those of batch sizes that are yet to come too: a whole batch would add up in another order."""
+    """In the same parts, those of batch sizes yet to come too: a whole batch would add up in another order."""
 
     def new(run_dir: Path | None = None) -> Trainer:
         ramp = {"start": 4 * SEQ_LEN, "end": 8 * SEQ_LEN, "over_tokens": 16 * SEQ_LEN, "increments": 1}

@@ -116,6 +116,24 @@ def test_drawn_truncated_and_growing_depths() -> None:
     assert routing == pytest.approx((at[1] + at[2] + at[3]) / 3)
 
 
+UNTIED = "model.architecture.tie_word_embeddings=false"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["stages.0.backprop_loops=4", UNTIED],  # the whole depth
+        ["stages.0.backprop_loops=1"],  # the head is the embedding
+        ["stages.0.backprop_loops=1", UNTIED, "model.architecture.injection=add"],
+        ["stages.0.backprop_loops=2", UNTIED, "stages.0.num_loops={kind: uniform, min: 2, max: 4}"],  # some steps do
+        ["stages.0.backprop_loops=1", UNTIED, "stages.0.freeze=[embed_tokens.*]"],
+        ["stages.0.backprop_loops=1", UNTIED, "stages.0.objective={kind: gate_loss}"],
+    ],
+)
+def test_truncation_that_leaves_nothing_behind(overrides: list[str]) -> None:
+    assert plan("small/two_stage_1p4b", *overrides).num_steps == 260
+
+
 @pytest.mark.parametrize(
     ("overrides", "options", "said"),
     [
@@ -126,6 +144,9 @@ def test_drawn_truncated_and_growing_depths() -> None:
         (["stages.0.objective={kind: routing, phase_steps: 100}"], {}, "the routing curriculum needs 3 phases of 100"),
         (["stages.0.objective={kind: gate_loss}", "stages.0.num_loops=", "model.architecture.num_loops=1"], {},
          "gate_loss needs a model of 2 loops"),
+        (["stages.0.backprop_loops=3", UNTIED], {}, "no gradient would ever reach model.embed_tokens.weight: the"),
+        (["stages.0.backprop_loops=3", "model.architecture.num_prelude_layers=1"], {},
+         "no gradient would ever reach model.prelude.0.*and others.*Give the model an injection"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_said(overrides: list[str], options: dict[str, int], said: str) -> None:
