@@ -121,7 +121,7 @@ def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> No
 
 
 def _check_truncation(config: LoopedConfig, stage: StageRecipe) -> None:
-    """Past truncated loops, gradient reaches embeddings by injection or a tied head alone, and a prelude by injection."""
+    """Past truncated loops, gradient reaches embeddings by injection or a tied head only, a prelude by injection."""
     kept, tied = stage.backprop_loops, config.tie_word_embeddings
     if kept is None or kept >= shallowest(config, stage) or config.injection != "none":
         return

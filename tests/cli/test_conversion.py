@@ -17,6 +17,7 @@ from looplm.cli.info import info
 from looplm.cli.parity import parity
 from looplm.cli.upcycle import upcycle
 from looplm.errors import UserError
+from looplm.hf.adapter import add_adapter, save_adapter
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -152,3 +153,31 @@ def test_qwen3_class_defaults_are_those_of_transformers(tmp_path):
         fields.pop(name)
     path.write_text(json.dumps(fields))
     assert run("convert", tmp_path / "dense", "--out", tmp_path / "looped").exit_code == 0
+
+
+def test_export_merges_an_adapter(dense, tmp_path):
+    run("convert", dense, "--out", tmp_path / "looped", "--num-loops", 2)
+    model = looplm.load(tmp_path / "looped")
+    add_adapter(model, 2)
+    for name, weight in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(weight)
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "looped"))
+    run(
+        "export",
+        tmp_path / "looped",
+        "--adapter",
+        tmp_path / "adapter",
+        "--format",
+        "hf",
+        "--out",
+        tmp_path / "merged",
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(looplm.load(tmp_path / "merged")(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="holds no adapter"):
+        run("export", tmp_path / "looped", "--adapter", tmp_path, "--format", "hf", "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()

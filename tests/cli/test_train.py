@@ -92,6 +92,18 @@ def test_a_plan_as_a_table_and_as_json(looplm_command: Run) -> None:
     assert "counts in epochs" in out
 
 
+def test_a_plan_of_twins(looplm_command: Run) -> None:
+    plain, twins = ("train", "small/convert_smollm2", "--plan", "baseline=null", "compare_loops=null"), (
+        "train", "small/convert_smollm2", "--plan")  # fmt: skip
+    assert looplm_command(*plain)[1].count("1 stages on 1 device") == 1
+    _, out, _ = looplm_command(*twins)
+    assert out.count("1 stages on 1 device") == 2 and "small_convert_smollm2-dense" in out
+    _, out, _ = looplm_command(*twins, "--json")
+    plan = json.loads(out)
+    assert plan["dense"]["num_tokens"] == plan["num_tokens"] and plan["dense"]["stages"][0]["num_loops"] == "1"
+    assert plan["dense"]["stages"][0]["memory"]["total"] > 0
+
+
 def test_a_plan_writes_nothing(looplm_command: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(recipe.parent)
     before = sorted(recipe.parent.iterdir())

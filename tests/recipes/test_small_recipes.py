@@ -1,6 +1,5 @@
 """The small twins: the stages of the large recipes in the same order, at a size that runs here, and they do run."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -74,16 +73,21 @@ def test_smollm2_beside_its_dense_twin() -> None:
 
 @pytest.mark.slow
 def test_lora_runs(tmp_path: Path) -> None:
-    """The shipped checkpoint, two steps on less text; the answers get likelier."""
-    overrides = ["stages.lora.num_steps=6", "stages.lora.data.sources.0.arguments={max_bytes: 300_000}",
-                 "stages.lora.seq_len=128", "stages.lora.batch_tokens=512", "stages.lora.log_every=1"]  # fmt: skip
+    """The shipped checkpoint, two steps on less text; merged by the run or by hand, it is the same model."""
+    overrides = ["stages.lora.num_steps=2", "stages.lora.schedule.warmup_steps=1",
+                 "stages.lora.data.sources.0.arguments={max_bytes: 300_000}",
+                 "stages.lora.seq_len=128", "stages.lora.batch_tokens=512"]  # fmt: skip
     run(load("small/lora_ouro_1p4b", *overrides), tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "telemetry.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert min(losses[3:]) < losses[0]
     exported = export_checkpoint(
         "stdlib-small", tmp_path / "ouro", "ouro", adapter=tmp_path / "run" / "lora-adapter", dtype="float32"
     )
     merged, other = looplm.load(tmp_path / "run" / "lora"), looplm.load(exported.target)
     for name, weight in merged.state_dict().items():
         assert torch.equal(weight, other.state_dict()[name]), name
+    before = looplm.load("stdlib-small", dtype="float32").state_dict()
+    moved = {
+        name.rpartition(".")[0]
+        for name, weight in before.items()
+        if not torch.equal(weight, merged.state_dict()[name])
+    }
+    assert moved == {"model.early_exit_gate"} | {name.rpartition(".")[0] for name in before if "_proj.weight" in name}
