@@ -258,7 +258,7 @@ def merged_checkpoint(
     wanted = check_dtype(dtype)
     model = load(checkpoint)
     kept = wanted or model.dtype
-    model = model.to(dtype=torch.promote_types(kept, torch.float32))
+    model = model.to(dtype=torch.promote_types(kept, torch.float32))  # pyright: ignore[reportCallIssue]
     load_adapter(model, adapter)
     merge_adapter(model)
     return model.to(dtype=kept)

@@ -25,15 +25,21 @@ class Pace:
         """One step over `num_tokens` positions of all ranks, at a depth."""
         self._seconds += seconds
         self._tokens += num_tokens
-        self._flops += step_flops(
+        seq_len = self.stage.seq_len
+        flops = step_flops(
             self.config,
             num_tokens,
-            seq_len=self.stage.seq_len,
+            seq_len=seq_len,
             num_loops=num_loops,
             backprop_loops=self.stage.backprop_loops,
             gate_only=isinstance(self.stage.objective, GateLossRecipe),
             routed=isinstance(self.stage.objective, RoutingRecipe),
         )
+        if self.stage.lora is not None:  # half of the backward pass is the gradients of weights, which are frozen
+            flops = (
+                flops + step_flops(self.config, num_tokens, seq_len=seq_len, num_loops=num_loops, gate_only=True)
+            ) / 2
+        self._flops += flops
 
     def take(self) -> tuple[float, float | None]:
         """Tokens per second, and the share of the devices' peak FLOPs (None where that is unknown); starts anew."""

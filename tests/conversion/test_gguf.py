@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from looplm.conversion.checked import convert_checkpoint
+from looplm.conversion.dense_source import any_tokenizer
 from looplm.conversion.dense_to_looped import Looping
 from looplm.conversion.gguf_header import expected_tensors, read_gguf_header
 from looplm.errors import UserError
@@ -144,3 +145,9 @@ def test_a_file_of_each_family(tmp_path, architecture, kind):
         architecture == "qwen2",
     )
     assert report.dtype == torch.float32
+
+
+def test_a_tokenizer_is_looked_for_in_a_file(tmp_path):
+    (tmp_path / "no.gguf").write_bytes(header().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.absent"))
+    with pytest.raises(UserError, match="no.gguf holds no tokenizer"):
+        any_tokenizer(str(tmp_path / "no.gguf"))

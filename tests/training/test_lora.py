@@ -13,6 +13,7 @@ from looplm.conversion.checked import export_checkpoint
 from looplm.data.tokenizer import train_tokenizer
 from looplm.errors import UserError
 from looplm.hf.save import save_checkpoint
+from looplm.objectives import expected_loss
 from looplm.strict import parse
 from looplm.training.lora import lora_shapes
 from looplm.training.memory import estimate_memory, is_trained
@@ -54,7 +55,8 @@ def fine_tuning(texts: Path, base: Path, lora: dict[str, Any], **stage: Any) -> 
     }  # fmt: skip
     return {
         "name": "tiny", "model": {"kind": "checkpoint", "path": str(base)}, "telemetry": {"tensorboard": False},
-        "tokenizer": {"kind": "load", "path": str(base)}, "stages": [first | stage], "checkpoints": {"every": 1, "asynchronous": False},
+        "tokenizer": {"kind": "load", "path": str(base)}, "stages": [first | stage],
+        "checkpoints": {"every": 1, "asynchronous": False},
     }  # fmt: skip
 
 
@@ -256,3 +258,26 @@ def test_an_unmerged_adapter_is_the_last_stage_s(texts: Path, base: Path) -> Non
     data["stages"] = [data["stages"][0], data["stages"][0] | {"name": "tune-adapter"}]
     with pytest.raises(UserError, match="a stage cannot be called tune-adapter"):
         recipe_of(data)
+
+
+@pytest.mark.parametrize("base", ["fp32", "bf16"])
+def test_what_autograd_keeps_of_a_lora_step(base: str) -> None:
+    stage = tiny_stage(seq_len=64, batch_tokens=192, precision="bf16", lora={"rank": 4, "base": base})
+    model = tiny_model(hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32, vocab_size=300)
+    config = model.model.config
+    model = change_for_stage(model, stage)
+    freeze_for(model, stage.objective, stage.freeze, stage.lora)
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    ids = torch.randint(0, 300, (3, 64))
+    documents = (torch.arange(64) >= 32).long().expand_as(ids)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        expected_loss(model, model.model(ids, document_ids=documents), ids, beta=0.1)
+    found = sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in held)
+    memory = estimate_memory(config, stage, 3, dense_mask=True)
+    temporaries = 3 * 64 * (16 * 64 + 2 * 4 * 96) + 3 * 64**2
+    assert 0.97 * found <= memory.activations + memory.casts - temporaries <= 1.1 * found
