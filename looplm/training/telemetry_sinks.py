@@ -64,7 +64,7 @@ class WandbSink:
                 "take telemetry.wandb out of the recipe."
             ) from error
         id_file.write_text(self._run.id + "\n", encoding="utf-8")
-        self.url = self._run.url
+        self.url = self._run.url if recipe.mode == "online" else None  # offline, asking for it prints a warning
         """Where the run can be watched; None offline."""
         self._stages: set[str] = set()
 
