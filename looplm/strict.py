@@ -52,8 +52,9 @@ def parse(cls: type[Parsed], data: Any, where: str, origins: Mapping[Path, str] 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` was probably meant to be, None where none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return close[0] if close else None
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
+    return by_lower[close[0]] if close else None
 
 
 def dotted(path: Path) -> str:

@@ -68,7 +68,7 @@ def main() -> None:
     except KeyboardInterrupt:  # pressed outside a command: Typer did not see it
         _fail("interrupted", status=130)
     except SystemExit as stop:
-        if stop.code == 130:
+        if stop.code == 130 and not isinstance(stop, train.Stopped):
             _fail("interrupted", status=130)
         raise
 

@@ -16,6 +16,10 @@ SHIPPED = Path(__file__).parent.parent / "recipes"
 """The recipes that come with the package, known by name."""
 
 
+class Stopped(SystemExit):
+    """A training run has saved, said so, and leaves with the status of its signal."""
+
+
 def train(
     recipe: Annotated[
         str, typer.Argument(help="A YAML file, or the name of a shipped recipe (docs/train.md).", show_default=False)
@@ -77,7 +81,9 @@ def train(
 def find_recipe(name: str) -> Path:
     """The file of that path, or the shipped recipe of that name. Raises UserError where there is neither."""
     path = Path(name)
-    if path.exists():
+    if not name.strip():
+        raise UserError("The recipe is an empty word; give a YAML file or the name of a shipped recipe.")
+    if os.path.exists(path):  # unlike Path.exists, no error for a name too long to be one
         return path
     shipped = {file.relative_to(SHIPPED).with_suffix("").as_posix(): file for file in sorted(SHIPPED.rglob("*.yaml"))}
     if name.removesuffix(".yaml") in shipped:
@@ -86,7 +92,8 @@ def find_recipe(name: str) -> Path:
 
     close = nearest(name.removesuffix(".yaml"), shipped)
     hint = f"did you mean {close}?" if close else f"shipped are {', '.join(shipped)}."
-    raise UserError(f"There is no recipe file {name}, and no shipped recipe of that name; {hint}")
+    shown = name if len(name) <= 200 else name[:197] + "..."
+    raise UserError(f"There is no recipe file {shown}, and no shipped recipe of that name; {hint}")
 
 
 def choose_device(device: str) -> None:
@@ -118,7 +125,7 @@ def run_to_the_end(recipe: "RunRecipe", run_dir: Path, resume: bool) -> None:
     except Interrupted as stop:
         if speaks:
             print(f"looplm: {stop} The same command with --resume goes on from there.", file=sys.stderr)
-        raise SystemExit(stop.exit_status) from None
+        raise Stopped(stop.exit_status) from None
     except UserError:
         if speaks:
             raise

@@ -23,7 +23,7 @@ from looplm.data.recipe import (
     StdlibSource,
     source_label,
 )
-from looplm.data.shards import FORMAT_VERSION, Manifest, Origin, read_manifest, write_shards
+from looplm.data.shards import FORMAT_VERSION, Manifest, Origin, check_shards, read_manifest, write_shards
 from looplm.data.sources import (
     GeneratorRecords,
     HubRecords,
@@ -140,7 +140,7 @@ def tokenize_source(
     origin = origin_of(source, tokenizer, decontaminate)
     directory = cached_at(origin, cache_dir)
     if directory.exists():
-        read_manifest(directory)  # a damaged one is named now
+        check_shards(directory)  # a damaged one is named now
         return directory
     say(f"{origin.label}: tokenising{_reason(origin, cache_dir)}")
     decontamination = new_decontamination(decontaminate)
@@ -172,7 +172,7 @@ def find_tokens(
     """
     if isinstance(source, ShardsSource):
         directory = Path(source.path)
-        _check_given(read_manifest(directory), directory, tokenizer, decontaminate)
+        _check_given(check_shards(directory), directory, tokenizer, decontaminate)
         return directory
     directory = cached_at(origin_of(source, tokenizer, decontaminate), cache_dir)
     if not directory.exists():

@@ -217,6 +217,21 @@ def evaluation_documents(evaluation: DataRecipe) -> list[Document]:
     return documents
 
 
+def tokenizer_documents(training: DataRecipe) -> list[Document]:
+    """The documents of a run's first stage that its tokenizer is trained on: text, which the recipe has made sure of.
+
+    Raises:
+        UserError: all of it is empty.
+    """
+    documents = [document for source in training.sources for document in _documents(source)]
+    if not documents:
+        raise UserError(
+            "There is no text to train the tokenizer on: every document of the first stage is empty. Give it text, or "
+            "load a tokenizer (tokenizer.kind: load)."
+        )
+    return documents
+
+
 def _documents(source: SourceRecipe) -> Iterator[Document]:
     if isinstance(source, ShardsSource) or record_format(source).format == "tokens":
         raise UserError(f"{source_label(source)} holds tokens, and evaluation needs text. Give the text.")

@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -32,6 +32,9 @@ from looplm.strict import Strict
 FORMAT_VERSION = 1
 SHARD_TOKENS = 2**27
 """Tokens a file, more or less: a quarter of a gigabyte in uint16. Documents are not cut at its end."""
+
+VERIFIED_BYTES = 10**9
+"""Shards up to this size are compared with their checksums whenever a run opens them: a second or two of reading."""
 
 _MANIFEST = "manifest.json"
 _STARTS = "document_starts.bin"
@@ -280,28 +283,68 @@ def open_shards(directory: Path) -> tuple[Manifest, TokenStream]:
     tokens = [directory / f"tokens-{number:05d}.bin" for number in numbers]
     predicted = [directory / f"predicted-{number:05d}.bin" for number in numbers]
     stream = TokenStream(
-        ids=MappedArray(tokens, np.dtype(manifest.dtype)),
+        ids=MappedArray(tokens, np.dtype(manifest.dtype), limit=manifest.vocab_size),
         document_starts=np.memmap(directory / _STARTS, dtype="<i8", mode="r"),
         num_text_bytes=manifest.num_text_bytes,
-        predicted=MappedArray(predicted, np.dtype(np.uint8)) if manifest.masked else None,
+        predicted=MappedArray(predicted, np.dtype(np.uint8), limit=2) if manifest.masked else None,
         stored_content=manifest.content,
     )
     return manifest, stream
 
 
 def verify_shards(directory: Path) -> Manifest:
-    """Read every token and compare with the checksums: for shards that were copied from elsewhere.
+    """Read everything and compare with the checksums: for shards that were copied from elsewhere.
 
     Raises:
         UserError: a file differs from what was written, or as `read_manifest`.
     """
     manifest = read_manifest(directory)
+    digest = ContentDigest()
     for number, shard in enumerate(manifest.shards):
         path = directory / f"tokens-{number:05d}.bin"
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise UserError(f"{path} is damaged: its checksum is not the manifest's. Copy it again, or tokenise.")
+        own = hashlib.sha256()
+        for piece in _pieces(path):
+            own.update(piece)
+            digest.ids.update(piece)
+        if own.hexdigest() != shard.sha256:
+            raise UserError(f"{path} is damaged: its checksum is not the manifest's. {_remedy(directory)}")
+        if manifest.masked:
+            for piece in _pieces(directory / f"predicted-{number:05d}.bin"):
+                digest.predicted.update(piece)
+    for piece in _pieces(directory / _STARTS):
+        digest.document_starts.update(piece)
+    if digest.hexdigest() != manifest.content:
+        raise UserError(
+            f"{directory} is damaged: its document starts or what is to be predicted do not have the manifest's "
+            "checksum. "
+            f"{_remedy(directory)}"
+        )
     return manifest
+
+
+def check_shards(directory: Path) -> Manifest:
+    """`verify_shards` where that is quick (up to `VERIFIED_BYTES`), `read_manifest` else.
+
+    Raises:
+        UserError: as they do.
+    """
+    manifest = read_manifest(directory)
+    if np.dtype(manifest.dtype).itemsize * manifest.num_tokens > VERIFIED_BYTES:
+        return manifest
+    return verify_shards(directory)
+
+
+def _remedy(directory: Path) -> str:
+    return (
+        f"Delete {directory}; its text is tokenised anew when the run is started or resumed. If the shards were made "
+        "elsewhere, copy them again."
+    )
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            yield piece
 
 
 def _new_partial(directory: Path) -> Path:

@@ -90,9 +90,14 @@ def stage_changes(config: LoopedConfig, stage: StageRecipe) -> dict[str, int | f
     return changes
 
 
-def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> None:
+def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan | None, num_ranks: int = 1) -> None:
     """Raises UserError for an objective that the stage's depth or length leaves nothing to do, for names that no
-    parameter has, and for a truncation past which no gradient reaches the embeddings."""
+    parameter has, for a stage that trains nothing, for a truncation that is none or past which no gradient reaches
+    the embeddings, and for a batch that cannot be shared or cut as asked.
+
+    steps: None where the length is not known yet, as in epochs; what depends on it is then left out.
+    """
+    _check_batch(stage, steps, num_ranks)
     names = [*parameter_shapes(config), *lora_shapes(config, stage), "lm_head.weight"]
     lora = stage.lora
     for key, patterns in (("freeze", stage.freeze), ("lora.also_train", lora.also_train if lora is not None else ())):
@@ -107,22 +112,46 @@ def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan) -> No
             f"Stage {stage.name}: lora.also_train names projections that lora.targets leaves frozen. Take them out of "
             "one of the two."
         )
-    _check_truncation(config, stage)
     depth, objective = deepest(config, stage), stage.objective
+    _check_truncation(config, stage)
     if isinstance(objective, GateLossRecipe) and depth < 2:
         raise UserError(
             f"Stage {stage.name}: gate_loss needs a model of 2 loops or more; after a single one nothing is decided."
         )
-    if isinstance(objective, RoutingRecipe) and (depth - 1) * objective.phase_steps >= steps.num_steps:
+    shapes = [*parameter_shapes(config), *lora_shapes(config, stage)]
+    # After a single loop nothing is decided, and the gate gets no gradient.
+    if all(depth == 1 and name.startswith("model.early_exit_gate.") for name in shapes if is_trained(name, stage)):
+        gate = ", and gate_loss trains the gate alone" * isinstance(objective, GateLossRecipe)
+        raise UserError(f"Stage {stage.name} trains nothing: freeze covers all that it would train{gate}.")
+    needed = (depth - 1) * objective.phase_steps if isinstance(objective, RoutingRecipe) else 0
+    if isinstance(objective, RoutingRecipe) and steps is not None and needed >= steps.num_steps:
         raise UserError(
             f"Stage {stage.name}: the routing curriculum needs {depth - 1} phases of {objective.phase_steps} steps "
-            f"before it reaches {depth} loops, and the stage has {steps.num_steps} steps. Shorten phase_steps."
+            f"before it reaches {depth} loops, and the stage has {steps.num_steps}. Shorten phase_steps."
+        )
+
+
+def _check_batch(stage: StageRecipe, steps: StepPlan | None, num_ranks: int) -> None:
+    # So many steps a stage of unknown length has at least.
+    fewest = max(1, stage.schedule.warmup_steps + (stage.schedule.decay_steps or 0))
+    (steps or StepPlan(stage, fewest)).check_ranks(num_ranks)
+    batch = stage.batch_tokens
+    rows = (batch if isinstance(batch, int) else batch.end) // stage.seq_len
+    if stage.micro_batch_rows is not None and stage.micro_batch_rows > rows:
+        raise UserError(
+            f"Stage {stage.name}: micro_batch_rows is {stage.micro_batch_rows}, and a step has {rows} row"
+            f"{'s' * (rows != 1)}; it must be at most that."
         )
 
 
 def _check_truncation(config: LoopedConfig, stage: StageRecipe) -> None:
     """Past truncated loops, gradient reaches embeddings by injection or a tied head only, a prelude by injection."""
-    kept, tied = stage.backprop_loops, config.tie_word_embeddings
+    kept, tied, depth = stage.backprop_loops, config.tie_word_embeddings, deepest(config, stage)
+    if kept is not None and kept > depth:
+        raise UserError(
+            f"Stage {stage.name}: backprop_loops is {kept}, and the stage runs {depth} loop{'s' * (depth != 1)} at "
+            "most. Lower it, or leave it out to carry gradient through all."
+        )
     if kept is None or kept >= shallowest(config, stage) or config.injection != "none":
         return
     cut_off = [

@@ -3,6 +3,7 @@
     run_dir/checkpoints/<stage index>-<stage name>-<step>/
         *.distcp, .metadata     parameters and optimizer state in PyTorch's distributed checkpoint format, written and
                                 read by any number of processes
+        checksums-<rank>.json   digests of the files that each rank wrote
         progress.json           everything else: steps, position in the data, what the watches have seen
 
 What is being written lies beside them as `.tmp-...` until it is renamed. DCP uses pickle inside: resume your own runs
@@ -27,13 +28,21 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from looplm.errors import UserError
+from looplm.training.checksums import find_damage
+from looplm.training.distributed import Ranks
 from looplm.training.recipe import CheckpointsRecipe
 
-PROGRESS_FILE, METADATA_FILE = "progress.json", ".metadata"
+PROGRESS_FILE = "progress.json"
+PROGRESS_TYPES: dict[str, Any] = {
+    "stage": str, "stage_index": int, "step": int, "tokens": int, "seconds": (int, float),
+    "held_out_loss": (int, float, type(None)), "watch": dict, "alarm": dict, "data": dict, "forward_rows": list,
+}  # fmt: skip
+"""What resuming needs of it."""
 FRESH, ASIDE = ".tmp-new-", ".tmp-old-"
 """Being written; set aside for a moment while another takes its name."""
 
 _NAME = re.compile(r"(\d+)-(.+)-(\d{8,})")
+_ABSENT = object()
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -49,11 +58,35 @@ class Checkpoint:
     directory: Path
 
     def progress(self) -> dict[str, Any]:
-        """What progress.json says. Raises UserError where it cannot be read."""
+        """What progress.json says, whole. Raises UserError where it cannot be read or lacks something."""
+        progress = self._read_progress()
+        for name, kind in PROGRESS_TYPES.items():
+            if not isinstance(progress.get(name, _ABSENT), kind):
+                raise damaged(self.directory, f"{PROGRESS_FILE} has no {name} that can be used")
+        return progress
+
+    def held_out_loss(self) -> float | None:
+        """What was measured at its step; None where nothing was, or it cannot be read."""
         try:
-            return json.loads((self.directory / PROGRESS_FILE).read_text(encoding="utf-8"))
+            return self._read_progress().get("held_out_loss")
+        except UserError:  # damaged since: no reason to fail the save that looks for the best
+            return None
+
+    def is_diverging(self) -> bool:
+        """Whether it was saved by a stop for divergence or among steps left out: its parameters may be spoilt."""
+        try:
+            return self._read_progress().get("diverging", False)  # an older version did not say
+        except UserError:
+            return False
+
+    def _read_progress(self) -> dict[str, Any]:
+        try:
+            progress = json.loads((self.directory / PROGRESS_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise damaged(self.directory, error) from error
+            raise damaged(self.directory, reason_of(error)) from error
+        if not isinstance(progress, dict):
+            raise damaged(self.directory, f"{PROGRESS_FILE} is no JSON object")
+        return progress
 
 
 def checkpoint_name(stage_index: int, stage: str, step: int) -> str:
@@ -86,11 +119,7 @@ def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """The one with the lowest held-out loss, the later of equals; None where none was measured and can be read."""
     measured: list[tuple[float, Checkpoint]] = []
     for checkpoint in checkpoints:
-        try:
-            loss = checkpoint.progress()["held_out_loss"]
-        except UserError:  # damaged since: no reason to fail the save that looks for the best
-            continue
-        if loss is not None:
+        if (loss := checkpoint.held_out_loss()) is not None:
             measured.append((loss, checkpoint))
     return min(measured, key=lambda pair: (pair[0], -pair[1].step))[1] if measured else None
 
@@ -134,9 +163,13 @@ def _sync_directory(directory: Path) -> None:
 
 
 def remove_older(root: Path, stage_index: int, keep: CheckpointsRecipe) -> None:
-    """Of one stage, keeps the last checkpoints and the best one. Other stages' are left alone."""
+    """Of one stage, keeps the last checkpoints and the best one. Other stages' are left alone.
+
+    Those saved while the run diverges do not count among the last: only the newest checkpoint may be one, beside them.
+    """
     of_stage = [checkpoint for checkpoint in list_checkpoints(root) if checkpoint.stage_index == stage_index]
-    kept = set(of_stage[-keep.keep_last :])
+    sound = [checkpoint for checkpoint in of_stage if not checkpoint.is_diverging()]
+    kept = {*sound[-keep.keep_last :], *of_stage[-1:]}
     best = best_checkpoint(of_stage) if keep.keep_best else None
     for checkpoint in of_stage:
         if checkpoint not in kept and checkpoint != best:
@@ -187,13 +220,15 @@ def load_tensors(directory: Path, model: nn.Module, optimizer: Any) -> None:
     """
     parameters, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
     state = tensors_of(model, optimizer)
+    if (damage := find_damage(directory, Ranks.current())) is not None:
+        raise damaged(directory, damage)
     try:
         _check_names(directory, state)
         dcp.load(state, checkpoint_id=directory)  # pyright: ignore[reportPrivateImportUsage]
     except UserError:
         raise
     except (Exception, CheckpointException) as error:  # whatever unpickling half a file ends in
-        raise damaged(directory, error) from error
+        raise damaged(directory, reason_of(error)) from error
     set_state_dict(
         model,
         optimizer,
@@ -221,19 +256,26 @@ def _check_names(directory: Path, state: dict[str, Any]) -> None:
     )
 
 
-def damaged(directory: Path, error: BaseException) -> UserError:
+def damaged(directory: Path, reason: str) -> UserError:
     """What to tell of a checkpoint that cannot be read."""
-    others = [checkpoint.directory.name for checkpoint in list_checkpoints(directory.parent)]
-    others = [name for name in others if name != directory.name]
-    advice = f"resume from another one ({', '.join(others)})" if others else "start again without it"
-    return UserError(f"The checkpoint {directory} cannot be read into this run: {root_cause(error)}. If it was cut or "
-                     f"overwritten, {advice}.")  # fmt: skip
+    others = [found.directory.name for found in list_checkpoints(directory.parent) if found.directory != directory]
+    then = f"the run goes on from {others[-1]}" if others else "there is no other checkpoint, so the run begins anew"
+    return UserError(
+        f"The checkpoint {directory} cannot be read into this run: {reason}. It is damaged or incomplete. Delete "
+        f"{directory} and resume: {then}."
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """What went wrong at first, in words also where the error has none."""
+    cause = root_cause(error)
+    return str(cause) or f"a file is cut short or overwritten ({type(cause).__name__})"
 
 
 def root_cause(error: BaseException) -> BaseException:
     """What went wrong at first: DCP wraps it, and a write that fails then fails again while closing the file."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    while error.__context__ is not None:
+    while error.__context__ is not None and not error.__suppress_context__:
         error = error.__context__
     return error

@@ -126,11 +126,9 @@ def plan_stage(
 ) -> StagePlan:
     """One stage of :func:`plan_run`; `config` is the model it trains."""
     count = count_parameters(config)
-    steps = None
-    if stage.epochs is None or rows_per_epoch is not None:
-        steps = StepPlan(stage, rows_per_epoch=rows_per_epoch)
-        check_stage(config, stage, steps)
-        steps.check_ranks(num_devices)
+    is_known = stage.epochs is None or rows_per_epoch is not None
+    steps = StepPlan(stage, rows_per_epoch=rows_per_epoch) if is_known else None
+    check_stage(config, stage, steps, num_devices)
     levels = batch_sizes(stage, steps)
     rows = max(1, max(levels) // stage.seq_len // num_devices)
     micro_batch_rows, fits = choose_rows(config, stage, rows, num_devices, device_bytes)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from looplm.data.recipe import DataRecipe
+from looplm.data.recipe import DataRecipe, RecordSource, ShardsSource, source_label
 from looplm.model.config import LoopedConfig
 from looplm.strict import Strict
 from looplm.training.stage_recipe import GateLossRecipe, Name, StageRecipe
@@ -13,7 +13,18 @@ from looplm.training.stage_recipe import GateLossRecipe, Name, StageRecipe
 _TYPES = get_type_hints(LoopedConfig)
 
 
+_LARGEST = {
+    "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16, "head_dim": 2**16, "lora_rank": 2**16, "max_position_embeddings": 2**30,
+}  # fmt: skip
+"""Far beyond any model, so that a slip of the keyboard is told before memory is asked for."""
+
+
 def _can_be_built(recipe: Any) -> Any:
+    for name, largest in _LARGEST.items():
+        value = getattr(recipe, name)
+        if value is not None and value > largest:
+            raise ValueError(f"{name} is {value:.3g}; looplm builds models with up to {largest:,}.")
     # The sizes left open are those of the tokenizer and the stages; they cannot make a shape impossible.
     fields = {name: value for name, value in recipe if value is not None}
     LoopedConfig(**{"vocab_size": 1, **fields})
@@ -90,7 +101,7 @@ class TrainTokenizer(Strict):
     """A byte-level BPE trained on the text of the first stage."""
 
     kind: Literal["train"] = "train"
-    vocab_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=_LARGEST["vocab_size"])
 
 
 class LoadTokenizer(Strict):
@@ -158,7 +169,7 @@ class RunRecipe(Strict):
     """A whole run, as a recipe file holds it."""
 
     name: Name
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     model: Model
     tokenizer: Tokenizer
     stages: tuple[StageRecipe, ...] = Field(min_length=1)
@@ -190,6 +201,31 @@ class RunRecipe(Strict):
             if stage.data is None:
                 raise ValueError(f"stage {stage.name} has no data.")
         return stages
+
+    @model_validator(mode="after")
+    def _context_is_long_enough(self) -> "RunRecipe":
+        # What a checkpoint or a source has may be lengthened; a new model is what its recipe says.
+        given = self.model.architecture.max_position_embeddings if isinstance(self.model, NewModel) else None
+        for stage in self.stages:
+            if given is not None and stage.seq_len > given:
+                raise ValueError(
+                    f"stage {stage.name} has rows of seq_len {stage.seq_len}, longer than "
+                    f"model.architecture.max_position_embeddings ({given}); raise that, or leave it out."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _tokenizer_has_text(self) -> "RunRecipe":
+        data = self.stages[0].data
+        if not isinstance(self.tokenizer, TrainTokenizer) or data is None:
+            return self
+        for source in data.sources:
+            if isinstance(source, ShardsSource) or (isinstance(source, RecordSource) and source.format == "tokens"):
+                raise ValueError(
+                    f"the tokenizer is to be trained on the text of stage {self.stages[0].name}, and "
+                    f"{source_label(source)} holds tokens; load the tokenizer that made them (tokenizer.kind: load)."
+                )
+        return self
 
     @model_validator(mode="after")
     def _has_a_twin(self) -> "RunRecipe":

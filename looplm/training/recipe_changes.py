@@ -15,8 +15,9 @@ _MAY_CHANGE = re.compile(
 """Paths that change what is told, kept, or how fast a step is, but not what it computes (to rounding)."""
 
 _ALLOWED = (
-    "telemetry, evaluation, checkpoints, baseline, compare_loops, data_workers, data_cache; of a stage log_every, "
-    "micro_batch_rows, compile, activation_checkpointing and divergence; and everything of stages that have not begun"
+    "name, telemetry, evaluation, checkpoints, baseline, compare_loops, data_workers, data_cache; of a stage "
+    "log_every, micro_batch_rows, compile, activation_checkpointing and divergence; and everything of stages that "
+    "have not begun"
 )
 
 

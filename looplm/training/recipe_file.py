@@ -21,6 +21,9 @@ from looplm.training.recipe import RunRecipe
 _MOST_NODES = 100_000
 """More than any recipe holds; aliases of aliases could write out billions."""
 
+_MOST_DIGITS = 400
+"""Of a whole number; no float holds as many, and Python reads no more than 4300."""
+
 Origins = dict[KeyPath, str]
 """Where each value was written: "line 12", or the override."""
 
@@ -58,7 +61,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: Any) -> int:
         # PyYAML reads a leading zero as octal, as YAML 1.1 does.
-        return int(self.construct_scalar(node).replace("_", ""))
+        digits = self.construct_scalar(node).replace("_", "")
+        if len(digits) > _MOST_DIGITS:
+            raise ConstructorError(None, None, f"a number of {len(digits):,} digits is too long", node.start_mark)
+        return int(digits)
 
     def flatten_mapping(self, node: Any) -> None:
         seen: dict[Any, int] = {}
@@ -133,8 +139,10 @@ def _complaint(error: yaml.YAMLError, text: str) -> str:
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     line = f", line {mark.line + 1}" if mark is not None else ""
     source = text.splitlines()[mark.line] if mark is not None and mark.line < len(text.splitlines()) else ""
-    if "\\t" in problem or "\t" in source[: len(source) - len(source.lstrip())]:
+    if "\t" in source[: len(source) - len(source.lstrip())]:
         return f"{line}: the line is indented with a tab; YAML wants spaces."
+    if "\\t" in problem:
+        return f"{line}: there is a tab before a value; YAML wants a space."
     if "tag" in problem and "!" in problem:
         return f"{line}: {problem}; recipes hold plain values only, without tags."
     if isinstance(error, ComposerError) and "single document" in str(error):
@@ -183,7 +191,8 @@ def apply_override(data: dict[str, Any], origins: Origins, override: str) -> Non
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"{override!r} is no override; write key=value, as in stages.0.optimizer.lr=1e-3.")
-    value, _ = read_yaml(text, f"The override {override!r}")
+    shown = override if len(override) <= 100 else override[:97] + "..."
+    value, _ = read_yaml(text, f"The override {shown!r}")
     parts = key.split(".")
     if "" in parts:
         raise UserError(f"The override {override!r} has an empty key; write key=value, as in seed=1.")
@@ -193,6 +202,7 @@ def apply_override(data: dict[str, Any], origins: Origins, override: str) -> Non
         step = _step(here, part, path, override)
         if isinstance(here, dict) and here.get(step) is None:
             here[step] = {}
+            origins[*path, step] = "command line"
         here, path = here[step], (*path, step)
     last = _step(here, parts[-1], path, override)
     here[last] = value

@@ -1,5 +1,6 @@
 """A whole run: the stages of a recipe one after another, in one process or many, and from wherever it was left.
 
+    run_dir/.looplm-run        says that a run was begun here, and that what else lies here may be its own
     run_dir/recipe.yaml        the recipe with every default
     run_dir/tokenizer/         the tokenizer, trained or loaded once
     run_dir/tokens/            the data, tokenised once (unless the recipe names a data_cache)
@@ -25,7 +26,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from looplm.conversion.dense_source import any_tokenizer
-from looplm.data.corpus import evaluation_documents, held_out_documents, open_rows, prepare
+from looplm.data.corpus import evaluation_documents, held_out_documents, open_rows, prepare, tokenizer_documents
 from looplm.data.documents import Document, hash_fraction
 from looplm.data.evaluation_windows import evaluation_windows
 from looplm.data.recipe import DataRecipe, FilesSource, GeneratorSource
@@ -64,7 +65,11 @@ from looplm.training.trainer import Trainer
 
 RECIPE = "recipe.yaml"
 
-_BEFORE_THE_FIRST_STEP = {RECIPE, ".recipe.new", "tokenizer", ".tokenizer.new", "tokens"}
+MARKER = ".looplm-run"
+"""Written before anything else. Only a directory that has it is taken for a start of ours that failed."""
+
+_BEFORE_THE_FIRST_STEP = {MARKER, RECIPE, ".recipe.new", "tokenizer", ".tokenizer.new", "tokens"}
+_AFTER_THE_FIRST_STEP = {"checkpoints", "telemetry.jsonl"}
 
 Result = TypeVar("Result")
 
@@ -87,7 +92,7 @@ def run(recipe: RunRecipe, run_dir: Path, resume: bool = False, console: Console
             if recipe.baseline is not None:
                 looped.run_twin()
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
             raise
         raise UserError(
             f"{error.filename or run_dir} could not be written: {error.strerror}. What was saved before is kept: make "
@@ -114,9 +119,8 @@ class _Run:
         if self.on_main(lambda: self.is_finished(latest)):
             self.say(f"{self.recipe.name} is finished, in {self.run_dir}.")
             return
-        self.check_stages(begin, tokenizer)
         telemetry = self.telemetry()
-        self.say(f"{self.recipe.name}: {len(self.recipe.stages)} stages, in {self.run_dir}.")
+        self.say(f"{self.recipe.name}: {_counted(len(self.recipe.stages), 'stage')}, in {self.run_dir}.")
         model: LoopLMForCausalLM | None = None
         moments: OptimizerState | None = None
         for index, stage in list(enumerate(self.recipe.stages))[begin:]:
@@ -144,27 +148,57 @@ class _Run:
     # --- Before the first step --------------------------------------------------------------------------------------
 
     def open_directory(self, resume: bool) -> Checkpoint | None:
-        """Makes the run directory, or finds in it where to go on; writes the recipe. On rank 0."""
-        holds = sorted(path.name for path in self.run_dir.iterdir()) if self.run_dir.is_dir() else []
-        if self.run_dir.exists() and not self.run_dir.is_dir():
-            raise UserError(f"{self.run_dir} is a file; a run needs a directory of its own (--out).")
+        """Makes the run directory, or finds in it where to go on; checks the recipe and writes it. On rank 0."""
+        holds = self.directory_holds()
+        # Nothing has been trained: an attempt that failed on its data may be made again with another recipe.
+        failed_start = holds <= _BEFORE_THE_FIRST_STEP and (not holds or MARKER in holds)
+        is_ours = RECIPE in holds and bool(holds & {MARKER, *_AFTER_THE_FIRST_STEP})
         latest = None
-        if set(holds) <= _BEFORE_THE_FIRST_STEP:
-            # Nothing has been trained: an attempt that failed on its data may be made again with another recipe.
-            shutil.rmtree(self.run_dir / "tokenizer", ignore_errors=True)
-        elif not resume:
-            begun = "a run that --resume continues" if RECIPE in holds else ", ".join(holds[:5])
+        if not failed_start and not resume:
+            trained = is_ours and holds & _AFTER_THE_FIRST_STEP
+            begun = "a run that --resume continues" if trained else ", ".join(sorted(holds - {MARKER})[:5])
             raise UserError(f"{self.run_dir} is not empty: it holds {begun}. Choose another directory with --out.")
-        elif RECIPE not in holds:
-            raise UserError(f"{self.run_dir} holds no run to resume: there is no {RECIPE} in it.")
-        else:
+        if not failed_start and not is_ours:
+            lacks = f"looplm has not written the {RECIPE} in it" if RECIPE in holds else f"there is no {RECIPE} in it"
+            raise UserError(f"{self.run_dir} holds no run to resume: {lacks}. Choose another directory with --out.")
+        if not failed_start:
             latest = latest_checkpoint(self.run_dir)
             self.accept_changes(0 if latest is None else latest.stage_index)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if not self.is_finished(latest):
+            tokenizer = self.tokenizer_before(begun=not failed_start)
+            self.check_stages(0 if latest is None else latest.stage_index, tokenizer)
+        self.claim_directory()
+        if failed_start:
+            shutil.rmtree(self.run_dir / "tokenizer", ignore_errors=True)
         fresh = self.run_dir / ".recipe.new"
         fresh.write_text(dump_recipe(self.recipe), encoding="utf-8")
         fresh.replace(self.run_dir / RECIPE)
         return latest
+
+    def directory_holds(self) -> set[str]:
+        """Names of what lies in the run directory; none where it is not there yet."""
+        try:
+            if not self.run_dir.exists():
+                return set()
+            if not self.run_dir.is_dir():
+                raise UserError(f"{self.run_dir} is a file; a run needs a directory of its own (--out).")
+            return {path.name for path in self.run_dir.iterdir()}
+        except OSError as error:
+            raise self.no_directory(error) from error
+
+    def claim_directory(self) -> None:
+        """Makes the run directory and marks it as ours."""
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / MARKER).write_text("looplm train has begun a run in this directory.\n", encoding="utf-8")
+        except OSError as error:
+            raise self.no_directory(error) from error
+
+    def no_directory(self, error: OSError) -> UserError:
+        """What to tell where the run directory cannot be read or made."""
+        shown = str(self.run_dir)
+        shown = shown if len(shown) <= 200 else shown[:197] + "..."
+        return UserError(f"{shown} cannot be a run directory: {error.strerror}. Choose another one with --out.")
 
     def accept_changes(self, stage_index: int) -> None:
         """Compares the recipe with the one the run was started with; raises UserError for what may not differ."""
@@ -199,24 +233,31 @@ class _Run:
             self.say(f"Training a tokenizer of {recipe.vocab_size:,} tokens.")
             data = self.recipe.stages[0].data
             assert data is not None  # the schema asks for it
-            tokenizer = train_tokenizer((document.text for document in evaluation_documents(data)), recipe.vocab_size)
+            texts = (document.text for document in tokenizer_documents(data))
+            tokenizer = train_tokenizer(texts, recipe.vocab_size)
         else:
             tokenizer = any_tokenizer(recipe.path)
         fresh = directory.with_name(".tokenizer.new")
         tokenizer.save_pretrained(fresh)
         fresh.rename(directory)
 
-    def check_stages(self, begin: int, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Looks for what later stages would stumble over, before the first one has taken its days.
+    def tokenizer_before(self, *, begun: bool) -> PreTrainedTokenizerBase | None:
+        """The tokenizer as it is there before anything is written; None where it is still to be trained."""
+        kept, recipe = self.run_dir / "tokenizer", self.recipe.tokenizer
+        if begun and kept.is_dir():
+            return load_tokenizer(kept)
+        if self.tokenizer_dir is not None:
+            return load_tokenizer(self.tokenizer_dir)
+        return None if isinstance(recipe, TrainTokenizer) else any_tokenizer(recipe.path)
+
+    def check_stages(self, begin: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Looks for what any stage would stumble over, before anything is written; on rank 0.
 
         Raises UserError for impossible combinations, and for files and functions of the data that are not there.
         """
         configs = stage_configs(self.recipe, starting_config(self.recipe, tokenizer))
         for config, stage in list(zip(configs, self.recipe.stages, strict=True))[begin:]:
-            if stage.epochs is None:
-                steps = StepPlan(stage)
-                steps.check_ranks(self.ranks.world_size)
-                check_stage(config, stage, steps)
+            check_stage(config, stage, StepPlan(stage) if stage.epochs is None else None, self.ranks.world_size)
             assert stage.data is not None  # the schema asks for it
             evaluation = self.recipe.evaluation
             held_out = evaluation.data if evaluation is not None else None
@@ -295,7 +336,7 @@ class _Run:
             rank=self.ranks.rank, world_size=self.ranks.world_size, vocab_size=vocab_size, say=self.say,
         )  # fmt: skip
         steps = StepPlan(stage, rows_per_epoch=stream.rows_per_epoch)
-        check_stage(model.model.config, stage, steps)
+        check_stage(model.model.config, stage, steps, self.ranks.world_size)
         return LoadedRows(stream, self.recipe.data_workers), steps.num_steps
 
     def held_out(
@@ -314,11 +355,11 @@ class _Run:
 
     def headline(self, stage: StageRecipe, model: LoopLMForCausalLM, num_steps: int) -> str:
         """A stage in one line."""
-        config = model.model.config
+        config, num_tokens = model.model.config, StepPlan(stage, num_steps).num_tokens
+        loops, steps = _counted(config.num_loops, "loop"), _counted(num_steps, "step")
         return (
-            f"Stage {stage.name}: {count_parameters(config).total:,} parameters, {config.num_loops} loops, "
-            f"{num_steps:,} steps, {StepPlan(stage, num_steps).num_tokens:,} tokens in rows of {stage.seq_len:,}, on "
-            f"{self.ranks.world_size} x {self.ranks.device.type}."
+            f"Stage {stage.name}: {count_parameters(config).total:,} parameters, {loops}, {steps}, {num_tokens:,} "
+            f"tokens in rows of {stage.seq_len:,}, on {self.ranks.world_size} x {self.ranks.device.type}."
         )
 
     def save_model(
@@ -381,6 +422,11 @@ class _Run:
         if complaint is not None:
             raise UserError(complaint)
         return result  # pyright: ignore[reportReturnType]
+
+
+def _counted(number: int, noun: str) -> str:
+    """ "1 step", "2,000 steps"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def sample_documents(

@@ -12,12 +12,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from looplm.errors import UserError
-from looplm.training.checkpoint import FRESH, clear_leftovers, publish, remove_older, root_cause
+from looplm.training.checkpoint import FRESH, clear_leftovers, list_checkpoints, publish, reason_of, remove_older
+from looplm.training.checksums import write_checksums
 from looplm.training.distributed import Ranks
 from looplm.training.recipe import CheckpointsRecipe
 
 _TIMEOUT = timedelta(hours=2)
 """Ranks may finish writing far apart."""
+
+FAILURES_TO_STOP = 3
+"""Saves that fail one after the other until the run stops: one may be bad luck, but nobody wants to train unsaved."""
 
 
 class Saver:
@@ -33,6 +37,7 @@ class Saver:
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if ranks.grouped else None
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
+        self._failures_in_a_row = 0
         if ranks.is_main:
             clear_leftovers(root)
         ranks.barrier()
@@ -45,7 +50,10 @@ class Saver:
             self._join()
 
     def start(self, name: str, tensors: dict[str, Any], progress: dict[str, Any]) -> None:
-        """Copies `tensors` and begins to write them; waits for the write before. Both may change once it returns."""
+        """Copies `tensors` and begins to write them; waits for the write before. Both may change once it returns.
+
+        After a failure the next write is waited for. Raises UserError when that was the third in a row.
+        """
         self._join()
         staged = BlockingAsyncStager().stage(tensors)
         self._failure = None
@@ -54,8 +62,17 @@ class Saver:
             target=self._write, args=(name, staged, progress), name=f"write {name}", daemon=True
         )
         self._thread.start()
-        if not self.keep.asynchronous:
+        if self._failures_in_a_row or not self.keep.asynchronous:
             self._join()
+            if self._failures_in_a_row >= FAILURES_TO_STOP:
+                raise UserError(
+                    f"{self.take_failure()} {self._failures_in_a_row} saves in a row have failed, so training stops: "
+                    f"what was trained since the last complete checkpoint ({self._last_name()}) is lost."
+                )
+
+    def _last_name(self) -> str:
+        found = list_checkpoints(self.root)
+        return found[-1].directory.name if found else "there is none"
 
     def finish(self) -> None:
         """Waits until the checkpoint is complete. Raises UserError when it could not be written."""
@@ -81,11 +98,13 @@ class Saver:
         if error is None:
             try:
                 dcp.save(tensors, checkpoint_id=fresh, process_group=self._group)  # pyright: ignore[reportPrivateImportUsage]
+                write_checksums(fresh, self.ranks.rank)
             except (Exception, CheckpointException) as caught:
-                error = str(root_cause(caught))
+                error = reason_of(caught)
             error = self._first_of(error)
         if error is None:
             error = self._on_main(lambda: self._complete(fresh, progress))
+        self._failures_in_a_row = 0 if error is None else self._failures_in_a_row + 1
         if error is not None:
             self._on_main(lambda: shutil.rmtree(fresh, ignore_errors=True))
             self._failure = (
@@ -109,7 +128,7 @@ class Saver:
             try:
                 function()
             except Exception as caught:
-                error = str(root_cause(caught))
+                error = reason_of(caught)
         return self._first_of(error)
 
     def _first_of(self, error: str | None) -> str | None:

@@ -4,9 +4,10 @@ Tokens are positions, rows * seq_len, as the papers count them. Defaults are tho
 give one; what they leave open is said at the field and in docs/decisions.md.
 """
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from looplm.data.recipe import DataRecipe
 from looplm.model.lora import PROJECTIONS
@@ -15,7 +16,19 @@ from looplm.strict import Strict
 
 ActivationCheckpointing = Literal["none", "layer", "loop", "both"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(pattern=r"^\w[\w .-]*$")]
+
+
+def _is_name(text: str) -> str:
+    if not re.fullmatch(r"\w([\w .-]*[\w.-])?", text) or len(text) > 100 or len(text.encode()) > 200:
+        shown = text if len(text) <= 40 else text[:37] + "..."
+        raise ValueError(
+            f"is {shown!r}; a name is made of letters, digits, underscores, spaces, dots and dashes, begins with a "
+            "letter or digit, does not end with a space, and has at most 100 characters."
+        )
+    return text
+
+
+Name = Annotated[str, AfterValidator(_is_name)]
 Tokens = Annotated[int, Field(gt=0)]
 
 

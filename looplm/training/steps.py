@@ -113,8 +113,8 @@ def _check_schedule(stage: StageRecipe, num_steps: int) -> None:
     if schedule.warmup_steps + decay > num_steps:
         decay_text = f" and decay_steps {decay}" if decay else ""
         raise UserError(
-            f"Stage {stage.name} has {num_steps} steps; warmup_steps {schedule.warmup_steps}{decay_text} do not fit "
-            "into it. Shorten them, or lengthen the stage."
+            f"Stage {stage.name} has {num_steps} step{'s' * (num_steps != 1)}; "
+            f"warmup_steps {schedule.warmup_steps}{decay_text} do not fit into it. Shorten them or lengthen the stage."
         )
 
 

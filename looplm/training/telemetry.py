@@ -121,19 +121,31 @@ class Telemetry:
     def rewind(self, stage: str, step: int) -> None:
         """Takes back what was told of `stage` after `step`, and reads what an earlier process told before it.
 
-        TensorBoard takes it back when the stage is told again; a W&B run keeps the old points beside the new.
+        TensorBoard takes it back when the stage is told again; a W&B run keeps the old points beside the new. A file
+        with lines that cannot be read is set aside as telemetry.jsonl.damaged, with a warning; the others are kept.
         """
+        num_damaged = 0
         if self.path is not None and self.path.exists():
             # A kill may have left the last line unfinished.
-            lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
-            told = [entry for entry in map(json.loads, lines) if entry["stage"] != stage or entry["step"] <= step]
+            lines = [line for line in self.path.read_bytes().splitlines(True) if line.endswith(b"\n")]
+            entries = [entry for entry in map(_entry, lines) if entry is not None]
+            num_damaged = len(lines) - len(entries)
+            told = [entry for entry in entries if entry["stage"] != stage or entry["step"] <= step]
             fresh = self.path.with_suffix(".new")
             fresh.write_text("".join(json.dumps(entry) + "\n" for entry in told), encoding="utf-8")
+            if num_damaged:
+                self.path.replace(self.path.with_name(self.path.name + ".damaged"))
             fresh.replace(self.path)
             self._read(told)
         self.records = [record for record in self.records if record.stage != stage or record.step <= step]
         self.held_out = {at: found for at, found in self.held_out.items() if at[0] != stage or at[1] <= step}
         self._warnings = [warning for warning in self._warnings if warning[0] != stage or warning[1] <= step]
+        if num_damaged:
+            self.warn(
+                stage, step,
+                f"{num_damaged} lines of {self.path} could not be read and are left out; the file as it was is beside "
+                "it, as telemetry.jsonl.damaged.",
+            )  # fmt: skip
 
     def _read(self, entries: list[dict[str, Any]]) -> None:
         """Replaces what is in memory by the entries of a file."""
@@ -173,3 +185,18 @@ class Telemetry:
                 warnings=[f"step {step}: {message}" for name, step, message in self._warnings if name == stage],
             )
         )
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """What a line of telemetry.jsonl says, or None where it is damaged."""
+    try:
+        entry = json.loads(line.decode("utf-8"))
+        if not isinstance(entry["stage"], str) or not isinstance(entry["step"], int):
+            return None
+        if "held_out" in entry:
+            HeldOutRecord(**entry["held_out"])
+        elif "warning" not in entry:
+            Record(**entry)
+    except (ValueError, TypeError, KeyError):
+        return None
+    return entry

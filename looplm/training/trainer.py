@@ -21,15 +21,17 @@ from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.objectives.expected_loss import Metrics
 from looplm.training.checkpoint import (
     checkpoint_name,
+    damaged,
     list_checkpoints,
     load_tensors,
     quiet_alone,
     read_name,
+    reason_of,
     tensors_of,
 )
 from looplm.training.depth import depth_of_step
 from looplm.training.distributed import Ranks, gathered_no_more, shard
-from looplm.training.divergence import DivergenceWatch, Verdict
+from looplm.training.divergence import DivergenceWatch, Verdict, what_to_do
 from looplm.training.gate_alarm import GateAlarm
 from looplm.training.gradients import measure_state_gradients
 from looplm.training.held_out import HeldOut
@@ -280,19 +282,29 @@ class Trainer:
         if verdict.action == "warn":
             self._warn(f"Spike: {verdict.reason}.")
         elif verdict.action == "skip":
-            self._warn(f"Step left out: {verdict.reason}.")
+            self._warn(f"Left out: {verdict.reason}.")
         else:
-            kept = f", saved in {self.save()}; resuming goes on behind this batch" if self.saver is not None else ""
-            raise UserError(
-                f"Stage {self.stage.name!r} diverged at step {self.step}: {verdict.reason}. The parameters are those "
-                f"of step {self.step - 1}{kept}. Lower the learning rate, lengthen the warmup, look at the batch, or "
-                "set divergence to skip such steps."
-            )
+            raise UserError(self._stopped(verdict))
+
+    def _stopped(self, verdict: Verdict) -> str:
+        """Saves a diverged run and says where it is left, and what can be done."""
+        kept, checkpoints = "", []
+        if self.saver is not None:
+            kept = f", saved in {self.save(diverging=True)}; they may be spoilt already"
+            checkpoints = [
+                found for found in list_checkpoints(self.saver.root) if found.stage_index == self.stage_index
+            ]
+        return (
+            f"Stage {self.stage.name!r} diverged at step {self.step}: {verdict.reason}. The parameters are those of "
+            f"step {self.step - self.watch.skips_in_a_row}{kept}. {what_to_do(verdict, self.stage_index, checkpoints)}"
+        )
 
     # --- Saving and resuming ----------------------------------------------------------------------------------------
 
-    def save(self) -> Path:
+    def save(self, *, diverging: bool = False) -> Path:
         """Writes all that resuming needs and returns where it is, once it is there.
+
+        One saved while the run is `diverging`, or among steps left out, does not push sound ones out.
 
         Raises UserError without a run directory or on a full disk; checkpoints before it and the state in memory are
         as they were, and saving can be tried again.
@@ -300,14 +312,14 @@ class Trainer:
         if self.saver is None:
             raise UserError("This trainer has no run directory to save to.")
         with quiet_alone():
-            self._begin_save(self.saver)
+            self._begin_save(self.saver, diverging=diverging)
             self.saver.finish()
         return self.saver.root / self._name()
 
     def _name(self) -> str:
         return checkpoint_name(self.stage_index, self.stage.name, self.step)
 
-    def _begin_save(self, saver: Saver) -> None:
+    def _begin_save(self, saver: Saver, *, diverging: bool = False) -> None:
         progress = {
             "stage": self.stage.name,
             "stage_index": self.stage_index,
@@ -315,6 +327,7 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "held_out_loss": self._held_out_loss,
+            "diverging": diverging or self.watch.skips_in_a_row > 0,
             "watch": self.watch.state_dict(),
             "alarm": self.alarm.state_dict(),
             "data": self.rows.state_dict(),
@@ -345,14 +358,20 @@ class Trainer:
                 f"The checkpoint {directory} is of stage {progress['stage_index']} ({progress['stage']}); this is "
                 f"stage {self.stage_index} ({self.stage.name})."
             )
-        self.rows.load_state_dict(progress["data"])
+        try:
+            self.rows.load_state_dict(progress["data"])
+            self.watch.load_state_dict(progress["watch"])
+            self.alarm.load_state_dict(progress["alarm"])
+            forward_rows = dict(progress["forward_rows"])
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(directory, f"in progress.json, {type(error).__name__}: {reason_of(error)}") from error
         with quiet_alone():
             load_tensors(directory, self.model, self.optimizer)
         self.step, self.tokens, self.seconds = progress["step"], progress["tokens"], progress["seconds"]
-        self.watch.load_state_dict(progress["watch"])
-        self.alarm.load_state_dict(progress["alarm"])
         self._held_out_loss = progress["held_out_loss"]
-        self._forward_rows = self._fit(dict(progress["forward_rows"]))
+        self._forward_rows = self._fit(forward_rows)
         self.telemetry.rewind(self.stage.name, self.step)
 
     def _refuse_a_later_checkpoint(self) -> None:

@@ -15,8 +15,11 @@ import torch
 import looplm
 from looplm.cli import main as cli
 from looplm.cli.train import SHIPPED, find_recipe
+from looplm.cli.train_plan import count, print_plan, size
 from looplm.errors import UserError
 from looplm.training.interrupt import Interrupted
+from looplm.training.plan import plan_run
+from looplm.training.recipe_file import load_recipe
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -81,7 +84,7 @@ def test_the_large_recipes_pass_plan(looplm_command: Run, name: str) -> None:
 
 def test_a_plan_as_a_table_and_as_json(looplm_command: Run) -> None:
     _, out, _ = looplm_command("train", "dense_3p9b", "--plan")
-    assert "3,901,294,592" in out and "7.063e+21" in out and "without the exit gate" in out
+    assert "3,901,294,592" in out and "FLOPs: 7.0627e21," in out and "without the exit gate" in out
     _, out, _ = looplm_command("train", "two_stage_1p4b", "--plan", "--json", "stages.mid-train.num_steps=1000")
     plan = json.loads(out)
     assert plan["stages"][0]["num_parameters"] == 1_434_652_673 and plan["num_steps"] == 101_000
@@ -90,6 +93,78 @@ def test_a_plan_as_a_table_and_as_json(looplm_command: Run) -> None:
     )
     _, out, _ = looplm_command("train", "ouro_sft", "--plan")
     assert "counts in epochs" in out
+
+
+@pytest.mark.parametrize("columns", ["80", None])
+@pytest.mark.parametrize("file", sorted(SHIPPED.rglob("*.yaml")), ids=lambda file: file.stem)
+def test_a_plan_is_legible_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: Path, columns: str | None
+) -> None:
+    """None: piped, where rich takes 80; then on one device, else on as many as share every batch."""
+    num_devices = 1 if columns is None else 3 if file.stem == "convert_smollm2" else 2
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    overrides = []
+    if file.relative_to(SHIPPED).as_posix() == "small/ouro_sft.yaml":  # starts from a run of another recipe
+        checkpoint = Path(looplm.__file__).parent / "checkpoints" / "stdlib-small"
+        overrides = [f"model.path={checkpoint}", f"tokenizer.path={checkpoint}"]
+    plan = plan_run(load_recipe(file, overrides), num_devices, 80 * 10**9)
+    print_plan(plan, as_json=False)
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert "…" not in out and max(map(len, lines)) <= 80
+    for stage in plan.stages:
+        assert sum(line.split()[0] == stage.name for line in lines if line.strip()) == 4, "a name broken in two"
+        dense = stage.num_loops == "1"
+        assert f"{stage.num_parameters_without_gate if dense else stage.num_parameters:,}" in out
+        assert f"{stage.num_trained:,}" in out
+    if plan.num_steps is not None:
+        assert f"Steps: {plan.num_steps:,}" in lines and f"Tokens: {plan.num_tokens:,}" in lines
+        exact = [f"{flops:.4e}".replace("e+", "e") for flops in (plan.flops, plan.flops_with_attention)]
+        assert f"FLOPs: {exact[0]}, with attention {exact[1]}" in lines
+
+
+def test_the_exact_totals_of_a_plan(looplm_command: Run) -> None:
+    _, out, _ = looplm_command("train", "ouro_1p4b", "--plan", "--devices", "64", "--device-memory", "80GB")
+    for line in ("Parameters stored: 1,434,652,673", "Parameters trained: 1,434,652,673", "Steps: 938,861",
+                 "Tokens: 7,720,020,213,760", "FLOPs: 3.4321e23, with attention 4.2691e23"):  # fmt: skip
+        assert line in out.splitlines()
+    assert "1.43B" in out and "3.00T" in out and "89.7 MB" in out and "4.19M -> 8.39M" in out
+    _, out, _ = looplm_command("train", "ouro_2p6b", "--plan", "--devices", "64")
+    stages = "1b-pretrain, 2-anneal, 3-long, 4-mid-train"
+    assert f"Parameters stored: 1,434,652,673 (1a-pretrain), 2,667,974,657 ({stages})" in out
+
+
+def test_a_plan_says_plainly_that_a_stage_does_not_fit(looplm_command: Run) -> None:
+    status, out, _ = looplm_command("train", "small/ouro_1p4b", "--plan", "--device-memory", "1MB")
+    assert status == 0 and out.count("(!) Does not fit: stage ") == 5
+    assert "stage 3-long needs" in out and "with 1 row of 1,024 tokens, and 900 kB of 1.00 MB can be used" in out
+    assert "Does not fit" not in looplm_command("train", "small/ouro_1p4b", "--plan")[1]
+
+
+def test_a_plan_of_drawn_loops_and_long_names(
+    looplm_command: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "a-stage-whose-name-is-as-long-as-a-line-" * 2
+    drawn = load_recipe(recipe, [f"stages.0.name={name}", "stages.0.num_loops={kind: uniform, min: 1, max: 4}"])
+    monkeypatch.setenv("COLUMNS", "80")
+    print_plan(plan_run(drawn), as_json=False)
+    out = capsys.readouterr().out
+    assert "…" not in out and max(map(len, out.splitlines())) <= 80
+    assert "uniform to 4, mean 2.5." in out and "(*)" in out
+
+
+@pytest.mark.parametrize(
+    ("value", "as_count", "as_size"),
+    [(0, "0", "0"), (129, "129", "129 B"), (999, "999", "999 B"), (1000, "1,000", "1.00 kB"),
+     (99_999, "99,999", "100 kB"), (100_000, "100k", "100 kB"), (999_499, "999k", "999 kB"),
+     (999_500, "1.00M", "1.00 MB"), (9_996_000, "10.0M", "10.0 MB"), (1_434_652_673, "1.43B", "1.43 GB"),
+     (3 * 10**12, "3.00T", "3.00 TB")],
+)  # fmt: skip
+def test_numbers_are_shown_to_three_digits(value: int, as_count: str, as_size: str) -> None:
+    assert (count(value), size(value)) == (as_count, as_size)
 
 
 def test_a_plan_of_twins(looplm_command: Run) -> None:
@@ -166,6 +241,8 @@ def test_bad_data_files(looplm_command: Run, recipe: Path, content: bytes, said:
     ("arguments", "said"),
     [
         (["ouro_1p4"], "did you mean ouro_1p4b?"),
+        ([""], "The recipe is an empty word"),
+        (["x" * 5000], "no recipe file xxx"),
         (["zzz.yaml"], "no recipe file zzz.yaml, and no shipped recipe of that name; shipped are"),
         (["ouro_1p4b", "--json"], "belong to --plan"),
         (["ouro_1p4b", "--plan", "--device-memory", "lots"], "no amount of memory"),
@@ -195,7 +272,7 @@ def test_an_interrupted_run_ends_in_the_status_of_its_signal(
     monkeypatch.setattr("looplm.training.run.run", stopped)
     found, _, err = looplm_command("train", recipe, "--out", recipe.parent / "run")
     assert found == status and f"Stopped by {number.name} after step 7; saved in run/checkpoints/0-first" in err
-    assert "--resume goes on" in err
+    assert "--resume goes on" in err and "looplm: interrupted" not in err
 
 
 def test_one_rank_speaks_for_all(looplm_command: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

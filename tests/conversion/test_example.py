@@ -23,6 +23,7 @@ for command in (convert.convert, generate.generate, info.info, parity.parity, tr
     app.command(command.__name__)(command)
 
 
+@pytest.mark.slow
 def test_the_commands_run(save_dense, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("looplm.data.sources.load_stdlib_text", cache(load_stdlib_text))

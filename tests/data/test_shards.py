@@ -17,7 +17,7 @@ from looplm.data import shards
 from looplm.data.encoding import EncodedDocument, in_memory
 from looplm.data.mapped import MappedArray
 from looplm.data.packing import RingPacking, TokenStream
-from looplm.data.shards import Origin, open_shards, read_manifest, verify_shards, write_shards
+from looplm.data.shards import Origin, check_shards, open_shards, read_manifest, verify_shards, write_shards
 from looplm.data.whole_packing import WholePacking
 from looplm.errors import UserError
 
@@ -231,3 +231,29 @@ def test_a_flipped_bit_is_found_by_verifying(tmp_path):
     path.write_bytes(data)
     with pytest.raises(UserError, match="tokens-00002.bin is damaged: its checksum"):
         verify_shards(tmp_path / "tokens")
+
+
+def flip(path: Path, at: int, bits: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= bits
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["tokens-00001.bin", "predicted-00000.bin", "document_starts.bin"])
+def test_small_shards_are_verified_whole_and_large_ones_are_not_read(tmp_path, monkeypatch, name):
+    write(tmp_path / "tokens", masked=True)
+    check_shards(tmp_path / "tokens")
+    flip(tmp_path / "tokens" / name, 8, 1)
+    with pytest.raises(UserError, match=f"is damaged: .*checksum.* Delete {tmp_path / 'tokens'}; its text is"):
+        check_shards(tmp_path / "tokens")
+    monkeypatch.setattr(shards, "VERIFIED_BYTES", 10)
+    check_shards(tmp_path / "tokens")
+
+
+def test_a_token_beyond_the_vocabulary_names_the_directory(tmp_path):
+    write(tmp_path / "tokens")
+    flip(tmp_path / "tokens" / "tokens-00000.bin", 1, 0xF0)  # the high byte of the first
+    for stream in (opened := open_shards(tmp_path / "tokens")[1], pickle.loads(pickle.dumps(opened))):
+        assert len(stream.ids[np.arange(1, 5)]) == 4
+        with pytest.raises(UserError, match=f"The tokens in {tmp_path / 'tokens'} are damaged: .* Delete "):
+            stream.ids[np.arange(5)]

@@ -1,6 +1,7 @@
 """Checkpoints on disk: what is complete, what is kept, and what is said of one that cannot be read."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from looplm.training.checkpoint import (
     list_checkpoints,
     publish,
     read_name,
+    reason_of,
     remove_older,
     remove_stages_before,
 )
@@ -181,8 +183,60 @@ def test_a_damaged_checkpoint_is_refused_with_the_names_of_others(
             path.unlink()
         else:
             damage(path)
-    with pytest.raises(UserError, match=r"00000001 cannot be read .*resume from another one \(0-first-00000000\)"):
+    with pytest.raises(
+        UserError,
+        match=r"00000001 cannot be read .*Delete \S+00000001 and resume: the run goes on from 0-first-00000000",
+    ):
         trainer().resume(saved)
     shutil.rmtree(tmp_path / "checkpoints" / "0-first-00000000")
-    with pytest.raises(UserError, match="start again without it"):
+    with pytest.raises(UserError, match="no other checkpoint, so the run begins anew"):
         trainer().resume(saved)
+
+
+def saved_after_a_step(make_model, make_stage, make_rows, run_dir: Path) -> tuple[Trainer, Path]:
+    trainer = Trainer(make_model(), make_stage(), make_rows(), Telemetry(), run_dir)
+    trainer.train_step()
+    return trainer, trainer.save()
+
+
+@pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata"])
+def test_a_flipped_bit_is_refused(make_model, make_stage, make_rows, tmp_path: Path, victim: str):
+    trainer, saved = saved_after_a_step(make_model, make_stage, make_rows, tmp_path)
+    whole = (saved / victim).read_bytes()
+    middle = len(whole) // 2
+    (saved / victim).write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(UserError, match=rf"{victim} is not what was written .*Delete {saved} and resume"):
+        trainer.resume(saved)
+    (saved / victim).write_bytes(whole)
+    trainer.resume(saved)
+    (saved / "checksums-0.json").unlink()  # of an older version
+    trainer.resume(saved)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{}", "progress.json has no stage that"),
+        ("[]", "progress.json is no JSON object"),
+        ("\xff", "Expecting value"),
+        ({"watch": {}}, "in progress.json, KeyError: 'losses'"),
+        ({"data": {}}, "in progress.json, KeyError"),
+        ({"step": "9"}, "progress.json has no step that"),
+    ],
+)
+def test_incomplete_progress_is_damage(make_model, make_stage, make_rows, tmp_path: Path, content, said: str):
+    trainer, saved = saved_after_a_step(make_model, make_stage, make_rows, tmp_path)
+    path = saved / "progress.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content))
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        trainer.resume(saved)
+    assert f"Delete {saved} and resume: there is no other checkpoint" in str(error.value)
+
+
+def test_an_empty_directory_is_damage_and_a_silent_error_gets_words(make_model, make_stage, make_rows, tmp_path):
+    trainer, saved = saved_after_a_step(make_model, make_stage, make_rows, tmp_path)
+    shutil.rmtree(saved)
+    saved.mkdir()
+    with pytest.raises(UserError, match=f"cannot be read into this run: .*No such file.* Delete {saved} and resume"):
+        trainer.resume(saved)
+    assert reason_of(EOFError()) == "a file is cut short or overwritten (EOFError)"

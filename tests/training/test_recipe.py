@@ -104,8 +104,10 @@ def test_a_ramp_grows_in_even_increments():
         ({"micro_batch_rows": 0}, "micro_batch_rows: is 0; it must be above 0"),
         ({"precision": "fp16"}, "precision: is 'fp16'; did you mean bf16?"),
         ({"upcycle": {"num_layers": 4, "order": "stack"}}, "upcycle.order: is 'stack'; did you mean stacked?"),
-        ({"name": "../elsewhere"}, "name: is '../elsewhere'; it must be text of the form"),
-        ({"name": ""}, "name: is ''; it must be text of the form"),
+        ({"name": "../elsewhere"}, "name: is '../elsewhere'; a name is made of letters, digits"),
+        ({"name": "a "}, "name: is 'a '; a name is made of letters, digits, underscores, spaces, dots and dashes"),
+        ({"name": "a" * 101}, "has at most 100 characters"),
+        ({"name": ""}, "name: is ''; a name is made of"),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )

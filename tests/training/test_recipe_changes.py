@@ -53,7 +53,7 @@ def test_everything_refused_is_named_with_old_and_new() -> None:
     with pytest.raises(UserError) as error:
         check_changes(recipe_changes(before, after, 0), "runs/x")
     text = str(error.value)
-    assert "\n  seed: 0 -> 5\n  stages.0.num_loops: 4 -> 3\nMay change: telemetry" in "\n" + text.replace(
+    assert "\n  seed: 0 -> 5\n  stages.0.num_loops: 4 -> 3\nMay change: name, telemetry" in "\n" + text.replace(
         "\n  stages", "\n  stages"
     )
     assert "  data_workers" not in text and "runs/x/recipe.yaml" in text

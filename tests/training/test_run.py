@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import looplm
 from looplm.errors import UserError
 from looplm.hf.load import load_tokenizer
 from looplm.strict import parse
+from looplm.training.distributed import Ranks
 from looplm.training.recipe import RunRecipe
 from looplm.training.recipe_file import dump_recipe, load_recipe
 from looplm.training.run import run
@@ -101,7 +103,7 @@ def run_until(recipe: RunRecipe, run_dir: Path, num_steps: int, monkeypatch: pyt
 
 
 def test_what_a_run_leaves_behind(straight: Path, texts: Path) -> None:
-    names = {"recipe.yaml", "telemetry.jsonl", "tokenizer", "tokens", "checkpoints", "first", "second"}
+    names = {".looplm-run", "recipe.yaml", "telemetry.jsonl", "tokenizer", "tokens", "checkpoints", "first", "second"}
     assert {path.name for path in straight.iterdir()} == names
     assert [path.name for path in (straight / "checkpoints").iterdir()] == ["1-second-00000004"]
     assert load_recipe(straight / "recipe.yaml") == recipe_of(tiny(texts))
@@ -196,6 +198,46 @@ def test_a_directory_in_use_is_refused(straight: Path, texts: Path, tmp_path: Pa
     with pytest.raises(UserError, match="is a file"):
         run(recipe_of(tiny(texts)), tmp_path / "thesis.tex")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_only_a_failed_start_of_ours_is_written_over(texts: Path, tmp_path: Path) -> None:
+    run_dir, text = tmp_path / "exp", "# my comments\n" + dump_recipe(recipe_of(tiny(texts)))
+    (run_dir / "tokenizer").mkdir(parents=True)
+    (run_dir / "tokenizer" / "notes").write_text("precious")
+    (run_dir / "recipe.yaml").write_text(text)
+    recipe = load_recipe(run_dir / "recipe.yaml")
+    with pytest.raises(UserError, match=r"is not empty: it holds recipe\.yaml, tokenizer\. Choose another"):
+        run(recipe, run_dir)
+    with pytest.raises(UserError, match=r"no run to resume: looplm has not written the recipe\.yaml in it"):
+        run(recipe, run_dir, resume=True)
+    shutil.rmtree(run_dir / "tokenizer")
+    for resume in (False, True):
+        with pytest.raises(UserError, match="not empty|no run to resume"):
+            run(recipe, run_dir, resume=resume)
+    assert (run_dir / "recipe.yaml").read_text() == text and len(list(run_dir.iterdir())) == 1
+    (run_dir / "recipe.yaml").unlink()
+    (run_dir / "tokenizer").mkdir()
+    with pytest.raises(UserError, match="is not empty: it holds tokenizer"):
+        run(recipe, run_dir)
+    # With the marker the same is a start that failed, as on data that could not be tokenised.
+    (run_dir / ".looplm-run").touch()
+    run(recipe, run_dir)
+    assert (run_dir / "second" / "config.json").is_file() and (run_dir / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_directories_that_cannot_be_made(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for run_dir in (tmp_path / "file" / "run", Path("/proc/run"), Path("/sys/run"), tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match="cannot be a run directory: .*--out"):
+            run(recipe_of(tiny(texts)), run_dir)
+
+
+def test_an_older_run_without_the_marker_resumes(straight: Path, texts: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(straight, tmp_path / "run")
+    (run_dir / ".looplm-run").unlink()
+    with pytest.raises(UserError, match="it holds a run that --resume continues"):
+        run(recipe_of(tiny(texts)), run_dir)
+    run(recipe_of(tiny(texts)), run_dir, resume=True)
 
 
 def test_a_finished_run_resumes_to_nothing(straight: Path, texts: Path) -> None:
@@ -323,13 +365,37 @@ def test_data_that_cannot_be_used(texts: Path, tmp_path: Path, content: str | No
         run(recipe_of(data), tmp_path / "run")
 
 
+def test_a_batch_that_the_ranks_cannot_share_is_said_first(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three = Ranks(0, 3, torch.device("cpu"), False)
+    monkeypatch.setattr("looplm.training.run.process_group", lambda: nullcontext(three))
+    # Rank 0 alone is here; what it finds it would tell the others.
+    monkeypatch.setattr("looplm.training.run._Run.on_main", lambda _, function: function())
+    data = tiny(texts)
+    data["stages"][0] = {name: value for name, value in data["stages"][0].items() if name != "num_steps"}
+    for length in ({"num_steps": 4}, {"tokens": 256}, {"epochs": 1}):
+        data["stages"][0] |= {"num_steps": None, "tokens": None, "epochs": None, **length}
+        with pytest.raises(UserError, match="Stage first: .* which 3 processes cannot share evenly"):
+            run(recipe_of(data), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_empty_texts_are_said_of_the_tokenizer(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
+    data = tiny(texts)
+    data["stages"][0]["data"] = {"sources": [{"kind": "files", "paths": [f"{tmp_path}/*.jsonl"]}]}
+    with pytest.raises(UserError, match=r"no text to train the tokenizer on.*tokenizer\.kind: load"):
+        run(recipe_of(data), tmp_path / "run")
+
+
 def test_what_the_last_stage_lacks_is_said_before_the_first(texts: Path, tmp_path: Path) -> None:
     def complaint(**second: Any) -> str:
         data = tiny(texts)
         data["stages"][1] |= second
         with pytest.raises(UserError) as error:
             run(recipe_of(data), tmp_path / "run")
-        assert not (tmp_path / "run" / "telemetry.jsonl").exists()
+        assert not (tmp_path / "run").exists()
         return str(error.value)
 
     nowhere = {"sources": [{"kind": "files", "paths": [f"{tmp_path}/none.txt"]}]}
@@ -338,6 +404,8 @@ def test_what_the_last_stage_lacks_is_said_before_the_first(texts: Path, tmp_pat
     assert "freeze names 'layer.*'" in complaint(freeze=["layer.*"])
     assert "num_layers is 1, and the core has 1 layers" in complaint(upcycle={"num_layers": 1})
     assert "warmup_steps 5" in complaint(num_steps=None, tokens=64, schedule={"warmup_steps": 5})
+    assert "backprop_loops is 4, and the stage runs 3 loops at most" in complaint(backprop_loops=4)
+    assert "micro_batch_rows is 3, and a step has 2 rows" in complaint(backprop_loops=None, micro_batch_rows=3)
     run(recipe_of(tiny(texts)), tmp_path / "run")  # none of which keeps a right recipe from being run there
 
 

@@ -123,6 +123,15 @@ def test_a_full_disk_at_the_end_is_a_user_error_and_the_state_can_still_be_saved
     assert steps_in(tmp_path) == [4, 6]
 
 
+def test_three_failed_saves_in_a_row_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second and third are waited for; one that succeeds in between starts the count again."""
+    full_disk(monkeypatch, at={1, 2, 4, 5, 6})
+    trainer = trainer_in(tmp_path, every=1, keep_last=9)
+    with pytest.raises(UserError, match=r"No space.* 3 saves in a row have failed, .*\(0-first-00000003\) is lost"):
+        trainer.run()
+    assert trainer.step == 6 and steps_in(tmp_path) == [3]
+
+
 def test_a_write_that_really_fails_is_one_too(tmp_path: Path) -> None:
     """DCP wraps what went wrong in an exception that `except Exception` does not catch."""
     resource = pytest.importorskip("resource")

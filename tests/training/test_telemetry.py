@@ -434,3 +434,17 @@ def test_rewinding_without_files_rewinds_memory():
     telemetry = Telemetry(records=[record(1), record(2), record(3)], held_out={("first", 3): MEASURED})
     telemetry.rewind("first", 2)
     assert telemetry.records == [record(1), record(2)] and telemetry.held_out == {}
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe\n", b"half a li\n", b"[1]\n", b'{"stage": "first", "step": 2, "x": 1}\n'])
+def test_a_damaged_file_is_set_aside_and_what_can_be_read_is_kept(tmp_path: Path, line: bytes):
+    earlier = Telemetry(tmp_path)
+    earlier.log(record(1))
+    path = tmp_path / "telemetry.jsonl"
+    path.write_bytes(whole := line + path.read_bytes())
+    telemetry = Telemetry(tmp_path)
+    telemetry.rewind("first", 5)
+    assert telemetry.records == [record(1)]
+    assert (tmp_path / "telemetry.jsonl.damaged").read_bytes() == whole
+    first, second = read(path)
+    assert Record(**first) == record(1) and second["warning"].startswith("1 lines of")

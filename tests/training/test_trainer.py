@@ -13,7 +13,7 @@ from torch import Tensor
 from looplm.errors import UserError
 from looplm.objectives import expected_loss, gate_loss, geometric_prior, routing_loss
 from looplm.training import forward as module
-from looplm.training.checkpoint import latest_checkpoint
+from looplm.training.checkpoint import latest_checkpoint, list_checkpoints
 from looplm.training.held_out import HeldOutRecord
 from looplm.training.optimizer import freeze_for, optimizer_state
 from looplm.training.recipe import CheckpointsRecipe
@@ -275,6 +275,43 @@ def test_a_number_that_is_not_finite_stops_the_run_and_spoils_nothing(
         assert torch.isfinite(value).all() and torch.equal(value, trainer.model.get_parameter(name)), name
 
 
+def always_poisoned(monkeypatch: pytest.MonkeyPatch, from_call: int) -> None:
+    calls = itertools.count(1)
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        loss, metrics = expected_loss(*args, **kwargs)
+        extra = math.nan if next(calls) >= from_call else 0.0
+        return loss + extra, {**metrics, "loss": metrics["loss"] + extra}
+
+    monkeypatch.setattr(module, "expected_loss", poisoned)
+
+
+@pytest.mark.parametrize("divergence", [{"on_nan": "stop"}, {"on_nan": "skip", "max_skips": 3}])
+def test_stops_and_skips_push_no_sound_checkpoint_out(
+    make_model, make_stage, make_rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divergence: dict[str, Any]
+):
+    """Spoilt from the fifth step on, and resumed again and again: what was saved before stays, and is named."""
+    always_poisoned(monkeypatch, from_call=5)
+    for attempt in range(4):
+        trainer = Trainer(
+            make_model(), make_stage(num_steps=20, divergence=divergence), make_rows(), Telemetry(), tmp_path,
+            checkpoints=CheckpointsRecipe(every=1, keep_last=2),
+        )  # fmt: skip
+        if attempt:
+            latest = latest_checkpoint(tmp_path)
+            assert latest is not None
+            trainer.resume(latest.directory)
+        with pytest.raises(UserError, match="diverged at step") as error:
+            trainer.run()
+        kept = list_checkpoints(tmp_path / "checkpoints")
+        assert [found.step for found in kept] == [3, 4, trainer.step]
+        said = str(error.value)
+        assert "are those of step 4, saved in" in said and "may be spoilt already" in said
+        assert f"go back: delete {kept[-1].directory}, and --resume goes on from 0-first-00000004" in said
+        assert ("stages.0.divergence.on_nan=skip" in said) == (divergence["on_nan"] == "stop")
+        assert "new run in another directory (--out)" in said
+
+
 def test_a_run_without_a_directory_promises_no_checkpoint(make_model, make_stage, make_rows, monkeypatch):
     poison_loss(monkeypatch, at_call=1)
     with pytest.raises(UserError, match="diverged at step 1") as error:
@@ -299,11 +336,11 @@ def test_a_skipped_step_leaves_parameters_and_moments_alone_and_is_told(
     assert (trainer.step, trainer.tokens) == (4, 8 * SEQ_LEN)
     trainer.run()
     assert [record.num_skipped for record in telemetry.records] == [1, 1]
-    assert '"step": 4, "warning": "Step left out: loss nan' in (tmp_path / "telemetry.jsonl").read_text()
+    assert '"step": 4, "warning": "Left out: loss nan' in (tmp_path / "telemetry.jsonl").read_text()
     assert any(not torch.equal(value, before[name]) for name, value in weights(trainer.model).items())
 
 
-@pytest.mark.parametrize(("policy", "told"), [("warn", "Spike: loss"), ("skip", "Step left out: loss")])
+@pytest.mark.parametrize(("policy", "told"), [("warn", "Spike: loss"), ("skip", "Left out: loss")])
 def test_a_spike_follows_its_policy(make_model, make_stage, make_rows, monkeypatch, tmp_path: Path, policy, told):
     poison_loss(monkeypatch, at_call=10, spoilt=50.0)
     telemetry = Telemetry(tmp_path, tensorboard=False)
