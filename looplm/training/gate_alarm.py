@@ -9,7 +9,7 @@ Each speaks once an episode: again only after what it measures has clearly recov
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import fmean, linear_regression
 from typing import Any
 
@@ -105,12 +105,7 @@ class GateAlarm:
     def _dead(self, record: Record) -> Iterator[str]:
         if "collapse" in self._active:  # which says it already
             return
-        begun: list[int] = []
-        for loop, shares in self._shares.items():
-            mean = fmean(shares)
-            if self._rises(f"dead {loop}", len(shares) == WINDOW and mean < DEAD_SHARE, mean > 2 * DEAD_SHARE):
-                begun.append(loop)
-        if begun:
+        if begun := self._fallen("dead", self._shares, DEAD_SHARE):
             measured = ", ".join(f"{fmean(self._shares[loop]):.1%}" for loop in begun)
             yield (
                 f"{_loops(begun)} dead: over the last {WINDOW} records {_it(begun)} got {measured} of an even share "
@@ -123,17 +118,21 @@ class GateAlarm:
             return
         if "collapse" in self._active:
             return
-        begun: list[int] = []
-        for loop, gains in self._gains.items():
-            mean = fmean(gains)
-            if self._rises(f"idle {loop}", len(gains) == WINDOW and mean < IDLE_NATS, mean > 2 * IDLE_NATS):
-                begun.append(loop)
-        if begun:
+        if begun := self._fallen("idle", self._gains, IDLE_NATS):
             measured = ", ".join(f"{fmean(self._gains[loop]):+.4f}" for loop in begun)
             yield (
                 f"{_loops(begun)} idle: over the last {WINDOW} records {_it(begun)} gained {measured} nats per token "
                 f"on the best loop before. Where held-out loss agrees, fewer loops would train as well, and cheaper."
             )
+
+    def _fallen(self, kind: str, seen: Mapping[int, Collection[float]], bound: float) -> list[int]:
+        """Loops whose mean over a full window has newly fallen below `bound`; above twice of it they are well."""
+        means = {loop: fmean(values) for loop, values in seen.items()}
+        return [
+            loop
+            for loop, mean in means.items()
+            if self._rises(f"{kind} {loop}", len(seen[loop]) == WINDOW and mean < bound, mean > 2 * bound)
+        ]
 
     def _remedy(self) -> str:
         remedy = "Try a longer warmup or a lower learning rate"

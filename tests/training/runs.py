@@ -27,7 +27,7 @@ from looplm.objectives import cross_entropy
 from looplm.training.checkpoint import latest_checkpoint, tensors_of
 from looplm.training.interrupt import Interrupted
 from looplm.training.recipe import CheckpointsRecipe
-from looplm.training.rows import LoadedRows
+from looplm.training.rows import LoadedRows, Rows
 from looplm.training.stage_model import change_for_stage, gathered, merged_after
 from looplm.training.stage_recipe import StageRecipe
 from looplm.training.telemetry import Telemetry
@@ -85,6 +85,20 @@ def tiny_rows(*, rank: int = 0, world_size: int = 1, num_workers: int = 0, seq_l
     sources = [StoredSource("ring", ring, key=(3, 0)), StoredSource("whole", whole, key=(3, 1))]
     stream = RowStream(sources, [0.7, 0.3], seq_len=seq_len, seed=3, rank=rank, world_size=world_size)
     return LoadedRows(stream, num_workers)
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def run_stage(
+    model: LoopLMForCausalLM, stage: StageRecipe, rows: Rows, run_dir: Path | None = None, **options: Any
+) -> Telemetry:
+    """Trains to the end of the stage; returns what was told of it."""
+    telemetry = Telemetry()
+    Trainer(model, stage, rows, telemetry, run_dir, **options).run()
+    return telemetry
 
 
 def whole_state(trainer: Trainer) -> dict[str, Tensor]:

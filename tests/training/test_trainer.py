@@ -1,7 +1,6 @@
 """The loop: it learns, adds micro-batches exactly, trains what the stage says, and stops where the numbers end."""
 
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,15 @@ from torch import Tensor
 
 from looplm.errors import UserError
 from looplm.objectives import expected_loss, gate_loss, geometric_prior, routing_loss
-from looplm.training import forward as module
-from looplm.training.checkpoint import latest_checkpoint, list_checkpoints
 from looplm.training.held_out import HeldOutRecord
 from looplm.training.optimizer import freeze_for, optimizer_state
 from looplm.training.recipe import CheckpointsRecipe
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer, step_seed
 
-from .runs import SEQ_LEN
+from .runs import SEQ_LEN, run_stage, weights
 
 GATE_STAGE: dict[str, Any] = {"name": "gate", "objective": {"kind": "gate_loss"}}
-
-
-def weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 class Repeat:
@@ -45,19 +38,13 @@ class Repeat:
         pass
 
 
-def train(model, stage, rows, run_dir: Path | None = None, **options: Any) -> Telemetry:
-    telemetry = Telemetry()
-    Trainer(model, stage, rows, telemetry, run_dir, **options).run()
-    return telemetry
-
-
 def test_it_learns_one_batch_by_heart(make_model, make_stage):
     """At every loop, since the entropy term keeps the gate from settling on one. No two rows begin alike."""
     ids = torch.randint(17, (2, 12))
     ids[:, 0] = torch.tensor([1, 2])
     batch = {"input_ids": ids, "labels": ids, "document_ids": torch.zeros_like(ids)}
     stage = make_stage(num_steps=80, optimizer={"lr": 3e-2}, log_every=80)
-    first, last = train(make_model(), stage, Repeat(batch)).records
+    first, last = run_stage(make_model(), stage, Repeat(batch)).records
     assert min(first.loop_losses) > 2.5
     assert max(last.loop_losses) < 0.1
 
@@ -74,7 +61,7 @@ def test_one_batch_of_eight_rows_is_eight_of_one(make_model, make_stage, make_ro
             num_steps=4, batch_tokens=8 * SEQ_LEN, micro_batch_rows=micro_batch_rows, objective=objective,
             optimizer={"lr": 1e-2, "grad_clip": 0.1},
         )  # fmt: skip
-        told.append(train(model, stage, make_rows()).records)
+        told.append(run_stage(model, stage, make_rows()).records)
         models.append(weights(model))
     for other, records in zip(models[1:], told[1:], strict=True):
         for name, expected in models[0].items():
@@ -91,8 +78,8 @@ def test_a_batch_that_predicts_nothing_in_one_part_counts_the_others(make_model,
     batch = make_rows().take(2)
     batch["labels"][1] = -100
     stage = make_stage(num_steps=1, micro_batch_rows=1)
-    (told,) = train(make_model(), stage, Repeat(batch)).records
-    (alone,) = train(make_model(), make_stage(num_steps=1, batch_tokens=SEQ_LEN), Repeat(batch)).records
+    (told,) = run_stage(make_model(), stage, Repeat(batch)).records
+    (alone,) = run_stage(make_model(), make_stage(num_steps=1, batch_tokens=SEQ_LEN), Repeat(batch)).records
     assert told.loss == pytest.approx(alone.loss, abs=1e-6) and told.grad_norm == pytest.approx(alone.grad_norm, 1e-5)
 
 
@@ -119,7 +106,7 @@ def test_telemetry_is_the_forward_that_trained(make_model, make_stage, make_rows
     output = model.model(batch["input_ids"], document_ids=batch["document_ids"], num_loops=3)
     loss, metrics = function(model, output, batch["labels"], **(options or recipe))
     gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
-    (record,) = train(model, stage, make_rows()).records
+    (record,) = run_stage(model, stage, make_rows()).records
     assert record.loss == loss.item()
     assert record.loop_losses == metrics["loop_losses"].tolist()
     assert record.exit_pdf == metrics["exit_pdf"].tolist()
@@ -133,7 +120,7 @@ def test_telemetry_is_the_forward_that_trained(make_model, make_stage, make_rows
 
 def test_routing_runs_as_many_loops_as_its_curriculum_allows(make_model, make_stage, make_rows):
     stage = make_stage(objective={"kind": "routing", "phase_steps": 2, "gate_weight": 0.3})
-    records = train(make_model(), stage, make_rows()).records
+    records = run_stage(make_model(), stage, make_rows()).records
     assert [record.num_loops for record in records] == [1, 1, 2, 2, 3, 3]
     model, batch = make_model(), make_rows().take(2)
     output = model.model(batch["input_ids"], document_ids=batch["document_ids"], num_loops=1)
@@ -151,13 +138,13 @@ def test_the_gradient_is_clipped_as_a_whole_and_told_as_it_was(make_model, make_
 
 def test_the_learning_rate_follows_the_schedule(make_model, make_stage, make_rows):
     stage = make_stage(schedule={"warmup_steps": 2, "final_share": 0.5})
-    records = train(make_model(), stage, make_rows()).records
+    records = run_stage(make_model(), stage, make_rows()).records
     expected = [0.5, 1, 1, 0.875, 0.625, 0.5]
     assert [record.lr for record in records] == pytest.approx([1e-2 * share for share in expected])
 
 
 def test_records_come_at_the_first_every_nth_and_the_last_step(make_model, make_stage, make_rows):
-    records = train(make_model(), make_stage(num_steps=8, log_every=3), make_rows()).records
+    records = run_stage(make_model(), make_stage(num_steps=8, log_every=3), make_rows()).records
     assert [record.step for record in records] == [1, 3, 6, 8]
     assert [r.tokens for r in records] == sorted(r.tokens for r in records)
     assert [r.seconds for r in records] == sorted(r.seconds for r in records)
@@ -177,7 +164,7 @@ def test_stage_two_leaves_the_language_model_as_it_was_bit_for_bit(make_model, m
 
 def test_stage_two_lowers_its_loss(make_model, make_stage, make_rows):
     stage = make_stage(**GATE_STAGE, num_steps=30, optimizer={"lr": 0.1}, log_every=30)
-    first, last = train(make_model(), stage, Repeat(make_rows().take(2))).records
+    first, last = run_stage(make_model(), stage, Repeat(make_rows().take(2))).records
     assert last.loss < first.loss - 0.02
     assert last.loop_losses == pytest.approx(first.loop_losses, abs=1e-6)
 
@@ -185,14 +172,14 @@ def test_stage_two_lowers_its_loss(make_model, make_stage, make_rows):
 def test_one_loop_trains(make_model, make_stage, make_rows):
     model = make_model(num_loops=1)
     before = weights(model)
-    records = train(model, make_stage(num_loops=1, optimizer={"lr": 1e-2, "weight_decay": 0}), make_rows()).records
+    records = run_stage(model, make_stage(num_loops=1, optimizer={"lr": 1e-2, "weight_decay": 0}), make_rows()).records
     assert all(record.exit_pdf == pytest.approx([1.0]) and record.entropy == 0 for record in records)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("early_exit_gate" in name), name
 
 
 def test_a_stage_may_run_another_depth_than_the_model_s_own(make_model, make_stage, make_rows):
-    records = train(make_model(num_loops=3), make_stage(num_loops=5, num_steps=1), make_rows()).records
+    records = run_stage(make_model(num_loops=3), make_stage(num_loops=5, num_steps=1), make_rows()).records
     assert len(records[0].loop_losses) == 5
 
 
@@ -216,139 +203,6 @@ def test_the_model_is_left_in_evaluation_mode(make_model, make_stage, make_rows)
     model.model.register_forward_pre_hook(lambda module, _args: seen.append(module.training))
     trainer.run()
     assert seen == [True] * 6 and not model.training
-
-
-def poison_loss(monkeypatch: pytest.MonkeyPatch, at_call: int, spoilt: float = math.nan) -> None:
-    """Not a number, though its gradient is: the loss itself must be looked at."""
-    calls = itertools.count(1)
-
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        loss, metrics = expected_loss(*args, **kwargs)
-        extra = spoilt if next(calls) == at_call else 0.0
-        return loss + extra, {**metrics, "loss": metrics["loss"] + extra}
-
-    monkeypatch.setattr(module, "expected_loss", poisoned)
-
-
-def poison_gradient(model: torch.nn.Module, at_call: int) -> None:
-    calls = itertools.count(1)
-    norm = model.get_submodule("model.norm").weight
-    norm.register_hook(lambda grad: grad * math.inf if next(calls) == at_call else grad)
-
-
-def after_three_steps(make_model, make_stage, make_rows) -> dict[str, Tensor]:
-    trainer = Trainer(model := make_model(), make_stage(), make_rows(), Telemetry())
-    for _ in range(3):
-        trainer.train_step()
-    return weights(model)
-
-
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
-def test_a_number_that_is_not_finite_stops_the_run_and_spoils_nothing(
-    make_model, make_stage, make_rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poison: str
-):
-    """The fourth step fails: parameters are those of the third, in memory and in the checkpoint that is left."""
-    good = after_three_steps(make_model, make_stage, make_rows)
-    model = make_model()
-    if poison == "loss":
-        poison_loss(monkeypatch, at_call=4)
-    else:
-        poison_gradient(model, at_call=4)
-    checkpoints = CheckpointsRecipe(every=2)
-    trainer = Trainer(model, make_stage(), make_rows(), Telemetry(tmp_path), tmp_path, checkpoints=checkpoints)
-    with pytest.raises(UserError, match=r"'first' diverged at step 4: loss (nan|.*norm (nan|inf))") as error:
-        trainer.run()
-    saved = latest_checkpoint(tmp_path)
-    assert saved is not None and f"are those of step 3, saved in {saved.directory};" in str(error.value)
-    assert [record.step for record in trainer.telemetry.records] == [1, 2, 3]
-    assert all(torch.equal(value, good[name]) for name, value in weights(model).items())
-
-    monkeypatch.undo()
-    resumed = Trainer(model := make_model(), make_stage(), make_rows(), Telemetry(), tmp_path)
-    resumed.resume(saved.directory)
-    assert all(torch.equal(value, good[name]) for name, value in weights(model).items())
-    assert resumed.rows.state_dict() == trainer.rows.state_dict(), "behind the bad batch"
-    # Going on from the third step's parameters, with no trace of the bad gradient.
-    resumed.train_step()
-    trainer.train_step()
-    for name, value in weights(model).items():
-        assert torch.isfinite(value).all() and torch.equal(value, trainer.model.get_parameter(name)), name
-
-
-def always_poisoned(monkeypatch: pytest.MonkeyPatch, from_call: int) -> None:
-    calls = itertools.count(1)
-
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        loss, metrics = expected_loss(*args, **kwargs)
-        extra = math.nan if next(calls) >= from_call else 0.0
-        return loss + extra, {**metrics, "loss": metrics["loss"] + extra}
-
-    monkeypatch.setattr(module, "expected_loss", poisoned)
-
-
-@pytest.mark.parametrize("divergence", [{"on_nan": "stop"}, {"on_nan": "skip", "max_skips": 3}])
-def test_stops_and_skips_push_no_sound_checkpoint_out(
-    make_model, make_stage, make_rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divergence: dict[str, Any]
-):
-    """Spoilt from the fifth step on, and resumed again and again: what was saved before stays, and is named."""
-    always_poisoned(monkeypatch, from_call=5)
-    for attempt in range(4):
-        trainer = Trainer(
-            make_model(), make_stage(num_steps=20, divergence=divergence), make_rows(), Telemetry(), tmp_path,
-            checkpoints=CheckpointsRecipe(every=1, keep_last=2),
-        )  # fmt: skip
-        if attempt:
-            latest = latest_checkpoint(tmp_path)
-            assert latest is not None
-            trainer.resume(latest.directory)
-        with pytest.raises(UserError, match="diverged at step") as error:
-            trainer.run()
-        kept = list_checkpoints(tmp_path / "checkpoints")
-        assert [found.step for found in kept] == [3, 4, trainer.step]
-        said = str(error.value)
-        assert "are those of step 4, saved in" in said and "may be spoilt already" in said
-        assert f"go back: delete {kept[-1].directory}, and --resume goes on from 0-first-00000004" in said
-        assert ("stages.0.divergence.on_nan=skip" in said) == (divergence["on_nan"] == "stop")
-        assert "new run in another directory (--out)" in said
-
-
-def test_a_run_without_a_directory_promises_no_checkpoint(make_model, make_stage, make_rows, monkeypatch):
-    poison_loss(monkeypatch, at_call=1)
-    with pytest.raises(UserError, match="diverged at step 1") as error:
-        train(make_model(), make_stage(), make_rows())
-    assert "saved" not in str(error.value)
-
-
-def test_a_skipped_step_leaves_parameters_and_moments_alone_and_is_told(
-    make_model, make_stage, make_rows, monkeypatch, tmp_path: Path
-):
-    poison_loss(monkeypatch, at_call=4)
-    telemetry = Telemetry(tmp_path, tensorboard=False)
-    trainer = Trainer(make_model(), make_stage(divergence={"on_nan": "skip"}), make_rows(), telemetry)
-    for _ in range(3):
-        trainer.train_step()
-    before = weights(trainer.model)
-    moments = {p: {k: v.clone() for k, v in state.items()} for p, state in trainer.optimizer.state.items()}
-    trainer.train_step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(trainer.model).items())
-    for parameter, state in trainer.optimizer.state.items():
-        assert all(torch.equal(value, moments[parameter][key]) for key, value in state.items())
-    assert (trainer.step, trainer.tokens) == (4, 8 * SEQ_LEN)
-    trainer.run()
-    assert [record.num_skipped for record in telemetry.records] == [1, 1]
-    assert '"step": 4, "warning": "Left out: loss nan' in (tmp_path / "telemetry.jsonl").read_text()
-    assert any(not torch.equal(value, before[name]) for name, value in weights(trainer.model).items())
-
-
-@pytest.mark.parametrize(("policy", "told"), [("warn", "Spike: loss"), ("skip", "Left out: loss")])
-def test_a_spike_follows_its_policy(make_model, make_stage, make_rows, monkeypatch, tmp_path: Path, policy, told):
-    poison_loss(monkeypatch, at_call=10, spoilt=50.0)
-    telemetry = Telemetry(tmp_path, tensorboard=False)
-    stage = make_stage(num_steps=12, divergence={"on_spike": policy, "window": 8})
-    trainer = Trainer(make_model(), stage, make_rows(), telemetry)
-    trainer.run()
-    assert f'"step": 10, "warning": "{told}' in (tmp_path / "telemetry.jsonl").read_text()
-    assert (telemetry.records[-1].num_spikes, telemetry.records[-1].num_skipped) == (1, int(policy == "skip"))
 
 
 def test_a_step_begins_without_the_gradient_that_an_interrupted_one_left(make_model, make_stage, make_rows):
@@ -382,18 +236,18 @@ def test_a_healthy_gate_raises_none(make_model, make_stage, make_rows, tmp_path)
 def test_the_depth_may_be_drawn_anew_each_step_from_the_seed_alone(make_model, make_stage, make_rows):
     stage = make_stage(num_steps=12, num_loops={"kind": "uniform", "min": 1, "max": 4})
     drawn = [
-        [record.num_loops for record in train(make_model(), stage, make_rows(), seed=seed).records]
+        [record.num_loops for record in run_stage(make_model(), stage, make_rows(), seed=seed).records]
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert set(drawn[0]) == {1, 2, 3, 4}
-    records = train(make_model(), stage, make_rows(), seed=1).records
+    records = run_stage(make_model(), stage, make_rows(), seed=1).records
     assert [len(record.loop_losses) for record in records] == drawn[0]
 
 
 def test_truncation_to_all_loops_is_the_full_gradient_and_to_one_is_not(make_model, make_stage, make_rows):
     full, all_loops, one = (
-        train(make_model(), make_stage(backprop_loops=loops), make_rows()).records for loops in (None, 3, 1)
+        run_stage(make_model(), make_stage(backprop_loops=loops), make_rows()).records for loops in (None, 3, 1)
     )
     assert [record.loss for record in all_loops] == [record.loss for record in full]
     assert one[0].loss == full[0].loss and one[0].grad_norm != full[0].grad_norm
@@ -401,8 +255,8 @@ def test_truncation_to_all_loops_is_the_full_gradient_and_to_one_is_not(make_mod
 
 def test_state_gradients_come_at_their_own_steps_and_change_no_figure(make_model, make_stage, make_rows):
     stage = make_stage(log_every=10)
-    plain = train(make_model(), stage, make_rows()).records
-    measured = train(make_model(), stage, make_rows(), state_gradients_every=2).records
+    plain = run_stage(make_model(), stage, make_rows()).records
+    measured = run_stage(make_model(), stage, make_rows(), state_gradients_every=2).records
     assert [record.step for record in measured] == [1, 2, 4, 6]
     assert [record.state_gradients is not None for record in measured] == [False, True, True, True]
     assert [len(row) for row in measured[1].state_gradients] == [1, 1, 1]
@@ -424,7 +278,7 @@ class Measures:
 
 def test_held_out_text_is_measured_when_due_and_at_the_end(make_model, make_stage, make_rows):
     stage = make_stage(num_steps=5)
-    telemetry = train(make_model(), stage, make_rows(), held_out=Measures(3.0, 2.0, 1.0), held_out_every=2)
+    telemetry = run_stage(make_model(), stage, make_rows(), held_out=Measures(3.0, 2.0, 1.0), held_out_every=2)
     assert [(at, found.loop_losses[2]) for at, found in telemetry.held_out.items()] == [
         (("first", 2), 3.0), (("first", 4), 2.0), (("first", 5), 1.0),
     ]  # fmt: skip
@@ -435,7 +289,7 @@ def test_the_best_checkpoint_at_the_model_s_depth_is_kept(make_model, make_stage
     options = {"held_out": Measures(3.0, 1.0, 2.0, 2.5), "held_out_every": 2}
     checkpoints = CheckpointsRecipe(every=1, keep_last=2)
     stage = make_stage(num_steps=7)
-    train(make_model(), stage, make_rows(), tmp_path, checkpoints=checkpoints, **options)
+    run_stage(make_model(), stage, make_rows(), tmp_path, checkpoints=checkpoints, **options)
     kept = sorted(int(path.name[-8:]) for path in (tmp_path / "checkpoints").iterdir())
     assert kept == [4, 6, 7]
 
