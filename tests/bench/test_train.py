@@ -53,8 +53,8 @@ def fake_workers(monkeypatch):
     monkeypatch.setattr(train, "Worker", FakeWorker)
 
 
-def text_of(*tables: Any) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
+def text_of(*tables: Any, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     for table in tables:
         console.print(table)
     return console.export_text()
@@ -76,9 +76,10 @@ def test_the_tables_show_ratios_spread_and_parts(fake_workers):
     report = compare(SMOKE, compiles=("none", "blocks"), repeats=3, checkpointing="layer")
     report.rows[1].seconds[:] = [0.5, 1.0, 4.0]
     shown = text_of(comparison_table(report), breakdown_table(report))
-    assert "2.00 x" in shown and "0.25 x" in shown and "1 (0.5 to 4)" in shown
-    assert "looplm, layer recomputed" in shown and "0.50 (50%)" in shown
+    assert "2.00 x" in shown and "0.25 x" in shown and "1 (0.5-4)" in shown
+    assert "looplm, layer recomputed" in shown and "0.50 50%" in shown
     assert f"{report.machine.threads} threads" in headline(report)
+    assert "…" not in text_of(*(table(report) for table in (comparison_table, breakdown_table, sweep_table)), width=80)
 
 
 def test_the_sweep_grows_loops_at_one_length_and_length_at_the_same_tokens(fake_workers):
