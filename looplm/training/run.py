@@ -14,7 +14,6 @@ What a checkpoint in the middle of a stage holds, :mod:`looplm.training.checkpoi
 """
 
 import errno
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +40,7 @@ from looplm.hf.save import save_checkpoint
 from looplm.model.flops import count_parameters
 from looplm.training.architectures import check_stage, stage_configs, starting_config
 from looplm.training.baseline import COMPARISON, DENSE, compare_twins, dense_twin
-from looplm.training.checkpoint import Checkpoint, latest_checkpoint, remove_stages_before
+from looplm.training.checkpoint import Checkpoint, remove_stages_before
 from looplm.training.distributed import Ranks, process_group
 from looplm.training.held_out import HeldOut
 from looplm.training.optimizer import OptimizerState, optimizer_state
@@ -49,6 +48,7 @@ from looplm.training.recipe import CheckpointModel, RunRecipe, TrainTokenizer
 from looplm.training.recipe_changes import check_changes, recipe_changes
 from looplm.training.recipe_file import dump_recipe, load_recipe
 from looplm.training.rows import LoadedRows
+from looplm.training.run_directory import RECIPE, claim, look_into
 from looplm.training.stage_model import (
     adapter_directory,
     build_model,
@@ -62,14 +62,6 @@ from looplm.training.stage_recipe import StageRecipe
 from looplm.training.steps import StepPlan
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer
-
-RECIPE = "recipe.yaml"
-
-MARKER = ".looplm-run"
-"""Written before anything else. Only a directory that has it is taken for a start of ours that failed."""
-
-_BEFORE_THE_FIRST_STEP = {MARKER, RECIPE, ".recipe.new", "tokenizer", ".tokenizer.new", "tokens"}
-_AFTER_THE_FIRST_STEP = {"checkpoints", "telemetry.jsonl"}
 
 Result = TypeVar("Result")
 
@@ -148,57 +140,16 @@ class _Run:
     # --- Before the first step --------------------------------------------------------------------------------------
 
     def open_directory(self, resume: bool) -> Checkpoint | None:
-        """Makes the run directory, or finds in it where to go on; checks the recipe and writes it. On rank 0."""
-        holds = self.directory_holds()
-        # Nothing has been trained: an attempt that failed on its data may be made again with another recipe.
-        failed_start = holds <= _BEFORE_THE_FIRST_STEP and (not holds or MARKER in holds)
-        is_ours = RECIPE in holds and bool(holds & {MARKER, *_AFTER_THE_FIRST_STEP})
-        latest = None
-        if not failed_start and not resume:
-            trained = is_ours and holds & _AFTER_THE_FIRST_STEP
-            begun = "a run that --resume continues" if trained else ", ".join(sorted(holds - {MARKER})[:5])
-            raise UserError(f"{self.run_dir} is not empty: it holds {begun}. Choose another directory with --out.")
-        if not failed_start and not is_ours:
-            lacks = f"looplm has not written the {RECIPE} in it" if RECIPE in holds else f"there is no {RECIPE} in it"
-            raise UserError(f"{self.run_dir} holds no run to resume: {lacks}. Choose another directory with --out.")
-        if not failed_start:
-            latest = latest_checkpoint(self.run_dir)
-            self.accept_changes(0 if latest is None else latest.stage_index)
+        """Finds in the run directory where to go on, checks recipe and data, and only then writes; on rank 0."""
+        begun = look_into(self.run_dir, resume)
+        latest = begun.latest
+        next_stage = 0 if latest is None else latest.stage_index
+        if begun.trained:
+            self.accept_changes(next_stage)
         if not self.is_finished(latest):
-            tokenizer = self.tokenizer_before(begun=not failed_start)
-            self.check_stages(0 if latest is None else latest.stage_index, tokenizer)
-        self.claim_directory()
-        if failed_start:
-            shutil.rmtree(self.run_dir / "tokenizer", ignore_errors=True)
-        fresh = self.run_dir / ".recipe.new"
-        fresh.write_text(dump_recipe(self.recipe), encoding="utf-8")
-        fresh.replace(self.run_dir / RECIPE)
+            self.check_stages(next_stage, self.tokenizer_before(begun=begun.trained))
+        claim(self.run_dir, self.recipe, begun)
         return latest
-
-    def directory_holds(self) -> set[str]:
-        """Names of what lies in the run directory; none where it is not there yet."""
-        try:
-            if not self.run_dir.exists():
-                return set()
-            if not self.run_dir.is_dir():
-                raise UserError(f"{self.run_dir} is a file; a run needs a directory of its own (--out).")
-            return {path.name for path in self.run_dir.iterdir()}
-        except OSError as error:
-            raise self.no_directory(error) from error
-
-    def claim_directory(self) -> None:
-        """Makes the run directory and marks it as ours."""
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / MARKER).write_text("looplm train has begun a run in this directory.\n", encoding="utf-8")
-        except OSError as error:
-            raise self.no_directory(error) from error
-
-    def no_directory(self, error: OSError) -> UserError:
-        """What to tell where the run directory cannot be read or made."""
-        shown = str(self.run_dir)
-        shown = shown if len(shown) <= 200 else shown[:197] + "..."
-        return UserError(f"{shown} cannot be a run directory: {error.strerror}. Choose another one with --out.")
 
     def accept_changes(self, stage_index: int) -> None:
         """Compares the recipe with the one the run was started with; raises UserError for what may not differ."""
