@@ -87,6 +87,8 @@ def data_section(specs: list[str] | None, text_field: str, part: str) -> dict[st
     for spec in specs:
         if spec.startswith("hub:"):
             name, _, config = spec.removeprefix("hub:").partition(":")
+            if not name:
+                raise UserError(f"--data {spec} names no dataset; write hub:NAME or hub:NAME:CONFIG.")
             sources.append({"kind": "hub", "name": name, "config": config or None, "text_field": text_field})
         else:
             sources.append({"kind": "files", "paths": [spec], "text_field": text_field})
@@ -100,7 +102,7 @@ def train_gate(checkpoint: str, stage: "StageRecipe", measured: dict[str, Any], 
     from looplm.data.corpus import open_rows
     from looplm.data.recipe import DataRecipe
     from looplm.hf.load import load, load_tokenizer
-    from looplm.hf.save import files_to_keep, save_checkpoint
+    from looplm.hf.save import check_writable, new_target, save_checkpoint
     from looplm.strict import parse
     from looplm.training.architectures import check_stage
     from looplm.training.distributed import Ranks
@@ -109,15 +111,19 @@ def train_gate(checkpoint: str, stage: "StageRecipe", measured: dict[str, Any], 
     from looplm.training.telemetry import Telemetry
     from looplm.training.trainer import Trainer
 
-    files_to_keep(out.resolve())
+    check_writable(new_target(out))
     console = Console()
     model = load(checkpoint, device=Ranks.current().device)
     kept = model.dtype
     tokenizer = load_tokenizer(checkpoint)
+    context = model.model.config.max_position_embeddings
+    if stage.seq_len > context:
+        raise UserError(f"--seq-len is {stage.seq_len:,}, and the context of {checkpoint} is {context:,} tokens.")
     check_stage(model.model.config, stage, StepPlan(stage))
     model.float()
     assert stage.data is not None  # as `gate` has built it
     evaluation = parse(DataRecipe, measured, "looplm gate")
+    console.print(f"Measuring how exits spread over {MEASURED_TOKENS:,} held-out tokens.", highlight=False)
     before = statistics(model, tokenizer, evaluation, stage)
     with tempfile.TemporaryDirectory() as cache:
         rows = open_rows(
@@ -125,6 +131,7 @@ def train_gate(checkpoint: str, stage: "StageRecipe", measured: dict[str, Any], 
             vocab_size=model.model.config.vocab_size, say=console.print,
         )  # fmt: skip
         Trainer(model, stage, LoadedRows(rows), Telemetry(console=console), seed=seed).run()
+    console.print("Measuring again.", highlight=False)
     after = statistics(model, tokenizer, evaluation, stage)
     save_checkpoint(model.to(kept), out, tokenizer)  # pyright: ignore[reportArgumentType]
     print_change(console, before, after)

@@ -1,5 +1,6 @@
 """From the data section of a recipe to rows: tokenise what is to be stored, open it, mix it; and the held-out part."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -217,13 +218,25 @@ def evaluation_documents(evaluation: DataRecipe) -> list[Document]:
     return documents
 
 
-def tokenizer_documents(training: DataRecipe) -> list[Document]:
+def tokenizer_documents(training: DataRecipe, max_bytes: int) -> list[Document]:
     """The documents of a run's first stage that its tokenizer is trained on: text, which the recipe has made sure of.
+
+    They come from the sources in turn, one document each, until there are `max_bytes` of UTF-8: a source may be
+    endless, and the others must have their share.
 
     Raises:
         UserError: all of it is empty.
     """
-    documents = [document for source in training.sources for document in _documents(source)]
+    sources = deque(_documents(source) for source in training.sources)
+    documents: list[Document] = []
+    num_bytes = 0
+    while sources and num_bytes < max_bytes:
+        source = sources.popleft()
+        document = next(source, None)
+        if document is not None:
+            documents.append(document)
+            num_bytes += len(document.text.encode())
+            sources.append(source)
     if not documents:
         raise UserError(
             "There is no text to train the tokenizer on: every document of the first stage is empty. Give it text, or "

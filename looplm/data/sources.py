@@ -282,4 +282,4 @@ def _parquet_records(path: Path, source: FilesSource) -> Iterator[Record]:
                     number += 1
                     yield Record(f"{path.name}:{number}", f"{path}, row {number}", record)
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as parquet: {error}.") from error
+        raise UserError(f"{path} cannot be read as parquet: {str(error).rstrip('.')}.") from error

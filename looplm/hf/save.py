@@ -1,11 +1,13 @@
 """Writing a checkpoint directory so that a crash or a full disk never costs the one that was there."""
 
+import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors import SafetensorError
@@ -61,7 +63,22 @@ def write_model(
     with quiet_transformers():
         model.save_pretrained(directory, state_dict=state_dict, **sharding)
         if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
+            save_tokenizer(tokenizer, directory)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Writes the tokenizer's files.
+
+    Raises OSError for a full disk, as all else does here; the tokenizers library has a plain Exception for it, with
+    the system's number in its text.
+    """
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, OSError) or number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(directory)) from error
 
 
 def check_shard_size(size: str | int) -> str | int:
@@ -105,6 +122,16 @@ def new_target(directory: str | Path) -> Path:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty directory. Give a new one; nothing is overwritten.")
     return target
+
+
+def check_writable(target: Path) -> None:
+    """Makes sure, before long work, that the directory `target` can be made. Raises UserError where it cannot."""
+    place = next(parent for parent in target.parents if parent.exists())
+    try:
+        with TemporaryDirectory(prefix=".looplm-", dir=place):
+            pass
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}. Give another directory.") from error
 
 
 def files_to_keep(target: Path) -> list[Path]:

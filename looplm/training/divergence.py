@@ -20,8 +20,8 @@ class Verdict:
     action: Literal["go", "warn", "skip", "stop"]
     reason: str = ""
     """What was seen, with the figures; empty for "go"."""
-    setting: Literal["on_nan", "on_spike", "max_skips"] = "on_nan"
-    """The field of :class:`DivergenceRecipe` that decided."""
+    setting: Literal["on_nan", "on_spike", "max_skips"] | None = "on_nan"
+    """The field of :class:`DivergenceRecipe` that decided; None where none can, since the parameters are ruined."""
 
 
 class DivergenceWatch:
@@ -92,9 +92,9 @@ def what_to_do(verdict: Verdict, stage_index: int, checkpoints: list[Checkpoint]
     ways = []
     going_on = "--resume with" if checkpoints else "train with"
     field = f"stages.{stage_index}.divergence"
-    if verdict.setting != "max_skips":
+    if verdict.setting in ("on_nan", "on_spike"):
         ways.append(f"{going_on} {field}.{verdict.setting}=skip, which leaves such steps out")
-    elif not checkpoints:
+    elif verdict.setting == "max_skips" and not checkpoints:
         ways.append(f"{going_on} a greater {field}.max_skips")
     sound = [checkpoint for checkpoint in checkpoints if not checkpoint.is_diverging()]
     if sound:

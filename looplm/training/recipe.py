@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 from pydantic import Field, create_model, field_validator, model_validator
 
 from looplm.data.recipe import DataRecipe, RecordSource, ShardsSource, source_label
+from looplm.data.tokenizer import MIN_VOCAB_SIZE
 from looplm.model.config import LoopedConfig
 from looplm.strict import Strict
 from looplm.training.stage_recipe import GateLossRecipe, Name, StageRecipe
@@ -101,7 +102,9 @@ class TrainTokenizer(Strict):
     """A byte-level BPE trained on the text of the first stage."""
 
     kind: Literal["train"] = "train"
-    vocab_size: int = Field(gt=0, le=_LARGEST["vocab_size"])
+    vocab_size: int = Field(ge=MIN_VOCAB_SIZE, le=_LARGEST["vocab_size"])
+    max_bytes: int = Field(default=500_000_000, gt=0)
+    """Of text read for it, from the sources in turn; the rest of a larger corpus, or an endless one, is left out."""
 
 
 class LoadTokenizer(Strict):
@@ -225,6 +228,24 @@ class RunRecipe(Strict):
                     f"the tokenizer is to be trained on the text of stage {self.stages[0].name}, and "
                     f"{source_label(source)} holds tokens; load the tokenizer that made them (tokenizer.kind: load)."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _tokenizer_is_the_models(self) -> "RunRecipe":
+        if not isinstance(self.tokenizer, TrainTokenizer):
+            return self
+        if not isinstance(self.model, NewModel):
+            path = self.model.path if isinstance(self.model, CheckpointModel) else self.model.source
+            raise ValueError(
+                "a new tokenizer would give the model's trained embeddings other meanings; load the one it has "
+                f"(tokenizer: {{kind: load, path: {path}}})."
+            )
+        vocab_size = self.model.architecture.vocab_size
+        if vocab_size is not None and self.tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"tokenizer.vocab_size is {self.tokenizer.vocab_size:,}, and the model has room for {vocab_size:,} "
+                "tokens (model.architecture.vocab_size)."
+            )
         return self
 
     @model_validator(mode="after")

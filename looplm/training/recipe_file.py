@@ -69,7 +69,8 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: Any) -> None:
         seen: dict[Any, int] = {}
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
+            text = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+            if not isinstance(key, yaml.ScalarNode) or key.tag not in text:
                 raise ConstructorError(None, None, "a key must be a plain word", key.start_mark)
             if key.value in seen:
                 problem = f"the key {key.value} is given twice (first in line {seen[key.value]}); keep one of them"
@@ -109,6 +110,8 @@ def read_yaml(text: str, where: str) -> tuple[Any, Origins]:
             loader.dispose()
     except yaml.YAMLError as error:
         raise UserError(f"{where}{_complaint(error, text)}") from None
+    except RecursionError:
+        raise UserError(f"{where} is nested more deeply than any recipe; write it flat.") from None
 
 
 def _lines(root: yaml.Node, where: str) -> Iterator[tuple[KeyPath, int]]:

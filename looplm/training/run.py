@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -102,9 +103,19 @@ class _Run:
     """Where the tokenizer comes from instead, as for a twin."""
     _documents: dict[str, list[Document]] = field(default_factory=dict)
     """Held-out documents by what they are drawn from; stages mostly share them."""
+    _lock: FileLock | None = None
+    """Of the run directory, on rank 0."""
 
     def go(self, resume: bool) -> None:
-        """All stages that are left."""
+        """All stages that are left, with other processes kept out of the run directory."""
+        try:
+            self.train_what_is_left(resume)
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def train_what_is_left(self, resume: bool) -> None:
+        """Goes from stage to stage, from where the run was left."""
         latest = self.on_main(lambda: self.open_directory(resume))
         tokenizer = self.open_tokenizer()
         begin = 0 if latest is None else latest.stage_index
@@ -148,7 +159,7 @@ class _Run:
             self.accept_changes(next_stage)
         if not self.is_finished(latest):
             self.check_stages(next_stage, self.tokenizer_before(begun=begun.trained))
-        claim(self.run_dir, self.recipe, begun)
+        self._lock = claim(self.run_dir, self.recipe, begun)
         return latest
 
     def accept_changes(self, stage_index: int) -> None:
@@ -184,7 +195,7 @@ class _Run:
             self.say(f"Training a tokenizer of {recipe.vocab_size:,} tokens.")
             data = self.recipe.stages[0].data
             assert data is not None  # the schema asks for it
-            texts = (document.text for document in tokenizer_documents(data))
+            texts = (document.text for document in tokenizer_documents(data, recipe.max_bytes))
             tokenizer = train_tokenizer(texts, recipe.vocab_size)
         else:
             tokenizer = any_tokenizer(recipe.path)

@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from filelock import FileLock, Timeout
+
 from looplm.errors import UserError
 from looplm.training.checkpoint import Checkpoint, latest_checkpoint
 from looplm.training.recipe import RunRecipe
@@ -14,7 +16,10 @@ RECIPE = "recipe.yaml"
 MARKER = ".looplm-run"
 """Written before anything else. Only a directory that has it is taken for a start of ours that failed."""
 
-_BEFORE_THE_FIRST_STEP = {MARKER, RECIPE, ".recipe.new", "tokenizer", ".tokenizer.new", "tokens"}
+LOCK = ".looplm-lock"
+"""Held by the process that writes here, and by none once that has ended, however it did."""
+
+_BEFORE_THE_FIRST_STEP = {MARKER, LOCK, RECIPE, ".recipe.new", "tokenizer", ".tokenizer.new", "tokens"}
 _AFTER_THE_FIRST_STEP = {"checkpoints", "telemetry.jsonl"}
 
 
@@ -36,12 +41,12 @@ def look_into(run_dir: Path, resume: bool) -> Begun:
     for one that holds anything else.
     """
     holds = _names_in(run_dir)
-    if holds <= _BEFORE_THE_FIRST_STEP and (not holds or MARKER in holds):
+    if holds <= _BEFORE_THE_FIRST_STEP and (MARKER in holds or not holds - {LOCK}):
         return Begun(False, None)
     is_ours = RECIPE in holds and bool(holds & {MARKER, *_AFTER_THE_FIRST_STEP})
     if not resume:
         trained = is_ours and holds & _AFTER_THE_FIRST_STEP
-        begun = "a run that --resume continues" if trained else ", ".join(sorted(holds - {MARKER})[:5])
+        begun = "a run that --resume continues" if trained else ", ".join(sorted(holds - {MARKER, LOCK})[:5])
         raise UserError(f"{run_dir} is not empty: it holds {begun}. Choose another directory with --out.")
     if not is_ours:
         lacks = f"looplm has not written the {RECIPE} in it" if RECIPE in holds else f"there is no {RECIPE} in it"
@@ -49,14 +54,23 @@ def look_into(run_dir: Path, resume: bool) -> Begun:
     return Begun(True, latest_checkpoint(run_dir))
 
 
-def claim(run_dir: Path, recipe: RunRecipe, begun: Begun) -> None:
+def claim(run_dir: Path, recipe: RunRecipe, begun: Begun) -> FileLock:
     """Makes the directory, marks it as ours, and writes the recipe; what a failed start has left goes.
 
-    Raises UserError where it cannot be made.
+    Returns the lock that keeps other processes out; to be released at the end.
+
+    Raises UserError where it cannot be made, and where another process trains in it.
     """
+    lock = FileLock(run_dir / LOCK)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
         (run_dir / MARKER).write_text("looplm train has begun a run in this directory.\n", encoding="utf-8")
+    except Timeout:
+        raise UserError(
+            f"Another process is training in {run_dir}. Wait for it or stop it, then --resume; or choose another "
+            "directory with --out."
+        ) from None
     except OSError as error:
         raise _unusable(run_dir, error) from error
     if not begun.trained:
@@ -64,6 +78,7 @@ def claim(run_dir: Path, recipe: RunRecipe, begun: Begun) -> None:
     fresh = run_dir / ".recipe.new"
     fresh.write_text(dump_recipe(recipe), encoding="utf-8")
     fresh.replace(run_dir / RECIPE)
+    return lock
 
 
 def _names_in(run_dir: Path) -> set[str]:

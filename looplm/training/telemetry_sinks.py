@@ -60,8 +60,8 @@ class WandbSink:
             )
         except WandbError as error:
             raise UserError(
-                f"Weights & Biases would not open the run: {error} Log in with `wandb login`, set mode: offline, or "
-                "take telemetry.wandb out of the recipe."
+                f"Weights & Biases would not open the run: {str(error).rstrip('.')}. Log in with `wandb login`, set "
+                "mode: offline, or take telemetry.wandb out of the recipe."
             ) from error
         id_file.write_text(self._run.id + "\n", encoding="utf-8")
         self.url = self._run.url if recipe.mode == "online" else None  # offline, asking for it prints a warning

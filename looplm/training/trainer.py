@@ -5,6 +5,7 @@ stream that knows its position, and torch's generator is seeded from (seed, stag
 So a checkpoint holds no random state, and a resumed run is the straight run, bit for bit.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -153,6 +154,11 @@ class Trainer:
                 if self._is_told(result):
                     self._tell(result)
                 self._after_step()
+            if self.watch.skips_in_a_row:
+                self._warn(
+                    f"The last {self.watch.skips_in_a_row} steps were left out: the model is that of step "
+                    f"{self.step - self.watch.skips_in_a_row}, and may be spoilt."
+                )
             if self.saver is not None:
                 self.saver.finish()
         self.model.eval()
@@ -232,6 +238,10 @@ class Trainer:
         self._held_out_loss = measured.loop_losses[depth - 1]
         with self._telling():
             self.telemetry.log_held_out(self.stage.name, self.step, measured)
+        if not math.isfinite(self._held_out_loss):
+            # No step is to blame, so leaving steps out is no help.
+            reason = f"held-out loss {self._held_out_loss} at {depth} loops"
+            raise UserError(self._stopped(Verdict("stop", reason, setting=None)))
 
     # --- What is told -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -207,7 +208,7 @@ def test_a_run_and_its_default_directory(looplm_command: Run, recipe: Path, monk
         ("batch_tokens: 32", "batch_tokens: 33", "batch_tokens 33 is not a multiple of seq_len 16"),
         ("num_loops: 2", "num_loops: 0", "num_loops is 0"),
         ("optimizer:", "schedule: {warmup_steps: 4}\n    optimizer:", "warmup_steps 4 is longer than the stage (3)"),
-        ("vocab_size: 280", "vocab_size: 20", "A vocabulary of 20 tokens is too small"),
+        ("vocab_size: 280", "vocab_size: 20", "tokenizer.vocab_size (line 6): is 20; it must be at least 259"),
         ("num_loops: 2", "num_loops: 2, vocab_size: 100", "100"),
         ("*.txt", "*.nothing", "nothing"),
     ],
@@ -337,9 +338,27 @@ def test_the_gate_alone(looplm_command: Run, recipe: Path, tmp_path: Path) -> No
         (["--dtype", "int8"], "choose fp32 or bf16"),
         (["--data", "/nowhere/at/all.txt"], "nowhere"),
         (["--lr", "-1"], "optimizer.lr: is -1.0; it must be above 0"),
+        (["--seq-len", "1000000"], "--seq-len is 1,000,000, and the context of"),
+        (["--data", "hub:"], "names no dataset"),
     ],
 )
 def test_what_the_gate_refuses(looplm_command: Run, tmp_path: Path, options: list[str], said: str) -> None:
     checkpoint = Path(looplm.__file__).parent / "checkpoints" / "stdlib-small"
     assert said in refused(looplm_command("gate", checkpoint, "--out", tmp_path / "out", *options))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_gate_overwrites_nothing_and_looks_before_it_trains(
+    looplm_command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("trained first")
+
+    monkeypatch.setattr("looplm.training.trainer.Trainer.run", fail)
+    monkeypatch.setattr("looplm.cli.gate.statistics", fail)
+    checkpoint = Path(looplm.__file__).parent / "checkpoints" / "stdlib-small"
+    taken = shutil.copytree(checkpoint, tmp_path / "taken")
+    before = {path.name: path.read_bytes() for path in taken.iterdir()}
+    assert "nothing is overwritten" in refused(looplm_command("gate", checkpoint, "--out", taken))
+    assert {path.name: path.read_bytes() for path in taken.iterdir()} == before
+    assert "cannot be written" in refused(looplm_command("gate", checkpoint, "--out", "/proc/gate"))

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from looplm.data import cache, sources
-from looplm.data.corpus import describe, evaluation_documents, held_out_documents, open_rows, prepare
+from looplm.data.corpus import (
+    describe,
+    evaluation_documents,
+    held_out_documents,
+    open_rows,
+    prepare,
+    tokenizer_documents,
+)
 from looplm.data.documents import is_held_out
 from looplm.data.packing import IGNORE_INDEX
 from looplm.data.recipe import DataRecipe
@@ -218,3 +225,18 @@ def test_evaluation_data_of_their_own(texts, tmp_path):
     assert len(evaluation_documents(recipe(files(texts)))) == 120
     with pytest.raises(UserError, match="holds tokens, and evaluation needs text"):
         evaluation_documents(recipe({"kind": "shards", "path": str(tmp_path)}))
+
+
+def test_a_tokenizer_reads_so_much_text_and_of_every_source(texts, tmp_path, monkeypatch):
+    """An endless source neither hangs it nor keeps the others out; small sources are read whole."""
+    (tmp_path / "endless_texts.py").write_text("def texts():\n    while True:\n        yield 'again and again'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    endless = {"kind": "generator", "function": "endless_texts:texts", "weight": 1}
+    drawn = [document.text for document in tokenizer_documents(recipe(endless, files(texts, weight=1)), 6_000)]
+    assert sum(map(len, drawn[:-1])) < 6_000 <= sum(map(len, drawn))
+    assert drawn[:4] == ["again and again", "This is document number 0."] * 1 + [
+        "again and again",
+        "This is document number 1.",
+    ]
+    assert {f"This is document number {n}." for n in range(120)} < set(drawn)
+    assert len(tokenizer_documents(recipe(files(texts)), 10**9)) == 120

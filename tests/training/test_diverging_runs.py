@@ -1,5 +1,6 @@
 """Losses and gradients that are no numbers, or jump: what a run does with such a step, and with its checkpoints."""
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from looplm.errors import UserError
+from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.objectives import expected_loss
 from looplm.training import forward as module
 from looplm.training.checkpoint import latest_checkpoint, list_checkpoints
+from looplm.training.held_out import HeldOut, HeldOutRecord
 from looplm.training.recipe import CheckpointsRecipe
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer
@@ -143,3 +146,31 @@ def test_a_spike_follows_its_policy(make_model, make_stage, make_rows, monkeypat
     trainer.run()
     assert f'"step": 10, "warning": "{told}' in (tmp_path / "telemetry.jsonl").read_text()
     assert (telemetry.records[-1].num_spikes, telemetry.records[-1].num_skipped) == (1, int(policy == "skip"))
+
+
+class Ruined(HeldOut):
+    """Measures what a model with weights of 1e10 gives."""
+
+    def measure(self, model: LoopLMForCausalLM) -> HeldOutRecord:
+        found = super().measure(model)
+        return dataclasses.replace(found, loop_losses=[math.nan] * len(found.loop_losses))
+
+
+def test_a_held_out_loss_that_is_no_number_ends_the_run(make_model, make_stage, make_rows, windows, tmp_path: Path):
+    """Whatever becomes of steps: no model that cannot be measured is called done, and skipping is no way out."""
+    stage = make_stage(num_steps=4, divergence={"on_nan": "skip"})
+    trainer = Trainer(
+        make_model(), stage, make_rows(), Telemetry(), tmp_path, held_out=Ruined(windows, 2), held_out_every=2
+    )
+    with pytest.raises(UserError, match="diverged at step 2: held-out loss nan at 2 loops.*a lower learning") as error:
+        trainer.run()
+    assert "skip" not in str(error.value)
+
+
+def test_a_stage_that_ends_among_steps_left_out_says_so(
+    make_model, make_stage, make_rows, monkeypatch, tmp_path: Path
+):
+    poison_loss(monkeypatch, at_call=3, for_good=True)
+    telemetry = Telemetry(tmp_path, tensorboard=False)
+    Trainer(make_model(), make_stage(num_steps=5, divergence={"on_nan": "skip"}), make_rows(), telemetry).run()
+    assert "The last 3 steps were left out: the model is that of step 2" in (tmp_path / "telemetry.jsonl").read_text()

@@ -16,14 +16,6 @@ from looplm.training.held_out import HeldOut, sum_of_losses
 MakeModel = Callable[..., LoopLMForCausalLM]
 
 
-@pytest.fixture
-def windows() -> EvaluationWindows:
-    """Seven windows of three documents, of falling length."""
-    lengths = torch.tensor([12, 12, 9, 7, 7, 4, 2])
-    ids = torch.randint(17, (7, 12))
-    return EvaluationWindows(ids, lengths, torch.tensor([0, 1, 0, 1, 2, 2, 0]), torch.tensor([50, 60, 33]))
-
-
 def test_losses_and_bits_are_those_of_the_depth_sweep(make_model: MakeModel, windows: EvaluationWindows):
     model = make_model().double()
     found = HeldOut(windows, max_loops=5, batch_rows=3).measure(model)

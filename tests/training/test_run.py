@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 
 import looplm
 from looplm.errors import UserError
@@ -21,6 +22,7 @@ from looplm.training.distributed import Ranks
 from looplm.training.recipe import RunRecipe
 from looplm.training.recipe_file import dump_recipe, load_recipe
 from looplm.training.run import run
+from looplm.training.run_directory import LOCK
 from looplm.training.trainer import Trainer
 
 
@@ -104,7 +106,7 @@ def run_until(recipe: RunRecipe, run_dir: Path, num_steps: int, monkeypatch: pyt
 
 def test_what_a_run_leaves_behind(straight: Path, texts: Path) -> None:
     names = {".looplm-run", "recipe.yaml", "telemetry.jsonl", "tokenizer", "tokens", "checkpoints", "first", "second"}
-    assert {path.name for path in straight.iterdir()} == names
+    assert {path.name for path in straight.iterdir()} - {LOCK} == names
     assert [path.name for path in (straight / "checkpoints").iterdir()] == ["1-second-00000004"]
     assert load_recipe(straight / "recipe.yaml") == recipe_of(tiny(texts))
     first, second = (looplm.load(straight / name) for name in ("first", "second"))
@@ -223,6 +225,23 @@ def test_only_a_failed_start_of_ours_is_written_over(texts: Path, tmp_path: Path
     (run_dir / ".looplm-run").touch()
     run(recipe, run_dir)
     assert (run_dir / "second" / "config.json").is_file() and (run_dir / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_two_processes_never_train_in_one_directory(straight: Path, texts: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(straight, tmp_path / "run")
+    for directory, resume in ((run_dir, True), (tmp_path / "new", False)):
+        directory.mkdir(exist_ok=True)
+        held = FileLock(directory / LOCK)
+        with held, pytest.raises(UserError, match="Another process is training in .*--resume; or choose another"):
+            run(recipe_of(tiny(texts)), directory, resume=resume)
+        before = {path.name for path in directory.iterdir()}
+        run(recipe_of(tiny(texts)), directory, resume=resume)  # free again
+        assert before <= {path.name for path in directory.iterdir()} | {LOCK}
+
+
+def test_a_run_that_failed_leaves_its_directory_free(texts: Path, tmp_path: Path, monkeypatch) -> None:
+    run_until(recipe_of(tiny(texts)), tmp_path / "run", 3, monkeypatch)
+    FileLock(tmp_path / "run" / LOCK).acquire(timeout=0).lock.release()
 
 
 def test_directories_that_cannot_be_made(texts: Path, tmp_path: Path) -> None:
