@@ -1,5 +1,6 @@
 """What two ways of generating are measured on: a model, prompts, scripted depths, and decoding alone timed in turn."""
 
+import dataclasses
 import random
 import statistics
 import time
@@ -11,8 +12,9 @@ import torch
 
 from looplm.errors import UserError
 from looplm.hf.config import LoopLMConfig
+from looplm.hf.load import load
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.inference import Engine, EngineStats, ExitPolicy, SamplingParams, Speculation
+from looplm.inference import Engine, EngineStats, ExitPolicy, FixedDepth, SamplingParams, Speculation
 from looplm.inference.exit_policy import Need, Signals
 from looplm.model.config import LoopedConfig
 
@@ -28,6 +30,7 @@ class DecodeSizes:
     intermediate_size: int = 1408
     num_layers: int = 6
     num_loops: int = 4
+    head_dim: int = 64
     vocab_size: int = 8192
     dtype: str = "bf16"
     prompt_tokens: int = 32
@@ -36,7 +39,7 @@ class DecodeSizes:
 
     def model_config(self, context: int = 0) -> LoopedConfig:
         """The looped model, with room for `context` positions beside the text."""
-        heads = max(1, self.hidden_size // 64)
+        heads = max(1, self.hidden_size // self.head_dim)
         return LoopedConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -67,6 +70,30 @@ def random_model(sizes: DecodeSizes, context: int = 0) -> LoopLMForCausalLM:
     torch.manual_seed(0)
     model = LoopLMForCausalLM(LoopLMConfig.from_model_config(sizes.model_config(context)))
     return model.to(sizes.dtype_of()).eval()  # pyright: ignore[reportArgumentType]
+
+
+def model_for(sizes: DecodeSizes, checkpoint: str | None) -> tuple[LoopLMForCausalLM, DecodeSizes]:
+    """A trained checkpoint, a directory or a hub name, with its sizes; random weights of `sizes` where there is none.
+
+    A prompt takes at most a quarter of the checkpoint's context. Raises UserError when the text goes over it then.
+    """
+    if checkpoint is None:
+        return random_model(sizes), sizes
+    model = load(checkpoint, dtype=str(sizes.dtype_of()).removeprefix("torch."))
+    config = model.model.config
+    prompt_tokens = min(sizes.prompt_tokens, config.max_position_embeddings // 4)
+    if prompt_tokens + sizes.max_tokens > config.max_position_embeddings:
+        raise UserError(
+            f"--max-tokens {sizes.max_tokens} is more than the context of {checkpoint} leaves: "
+            f"{config.max_position_embeddings - prompt_tokens}."
+        )
+    fields = ("hidden_size", "intermediate_size", "num_loops", "head_dim", "vocab_size")
+    return model, dataclasses.replace(
+        sizes,
+        num_layers=config.num_hidden_layers,
+        prompt_tokens=prompt_tokens,
+        **{name: getattr(config, name) for name in fields},
+    )
 
 
 def random_prompts(count: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
@@ -152,13 +179,50 @@ def in_turn(sides: Sequence[Any], repeats: int) -> None:
             side.run()
 
 
-def head_seconds(model: LoopLMForCausalLM, rows: int, repeats: int = 20) -> float:
-    """Seconds of one read of the LM head for `rows` rows, the median of several."""
-    hidden = torch.randn(rows, model.config.hidden_size).to(model.lm_head.weight)
+def head_seconds(engine: Engine, rows: int, repeats: int = 20) -> float:
+    """Seconds of one read of the LM head, as the engine runs it, for `rows` rows; the median of several."""
+    head = engine.runs.lm_head
+    hidden = torch.randn(rows, head.in_features).to(head.weight)
     seconds = []
     with torch.inference_mode():
         for _ in range(repeats):
             began = time.perf_counter()
-            model.lm_head(hidden)
+            head(hidden)
             seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
+
+
+def pass_seconds(model: LoopLMForCausalLM, sizes: DecodeSizes, rows: int) -> float:
+    """Seconds of one pass of the core over `rows` rows with all that belongs to it, the head taken off."""
+    engine = Engine(model, max_batch=rows, share_prefixes=False)
+    prompts = random_prompts(rows, sizes.prompt_tokens, model.config.vocab_size)
+    side = Side(engine, prompts, sizes.max_tokens, lambda: [FixedDepth(model.config.num_loops)] * rows)
+    in_turn([side], 3)
+    steps = sizes.max_tokens - 1
+    return max(side.median - steps * head_seconds(engine, rows), 1e-9) / side.stats.weight_passes
+
+
+def step_seconds(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, loops: int) -> list[float]:
+    """Seconds that each new token of the whole batch takes, all loops, after the first few."""
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    requests = [engine.submit(prompt, sampling, FixedDepth(loops))[0] for prompt in prompts]
+    while any(request.prefilling or request.slot < 0 for request in requests):
+        engine.step()
+    seconds = []
+    while engine.num_unfinished:
+        began = time.perf_counter()
+        for _ in range(loops):
+            engine.step()
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
+def read_bandwidth(repeats: int = 5) -> float:
+    """Bytes a second that this machine's threads read from memory, the best of several."""
+    numbers = torch.ones(2**26)  # 256 MiB: more than caches hold
+    best = 0.0
+    for _ in range(repeats):
+        began = time.perf_counter()
+        numbers.sum()
+        best = max(best, numbers.nbytes / (time.perf_counter() - began))
+    return best

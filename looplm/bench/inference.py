@@ -3,29 +3,35 @@
 Every speed is a ratio between sides that ran in turn in one process, medians of several, decoding alone.
 """
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
+
+import torch
 
 from looplm.bench.dense_llama import LlamaSide, dense_llama
 from looplm.bench.figures import Figure
 from looplm.bench.generation import (
     DecodeSizes,
-    Scripted,
     Side,
     head_seconds,
     in_turn,
+    pass_seconds,
     random_model,
     random_prompts,
+    read_bandwidth,
     scripts,
+    step_seconds,
 )
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.inference import Engine, FixedDepth, SamplingParams, Speculation
+from looplm.inference import Engine, ExitPolicy, FixedDepth, QuantileExit, SamplingParams, Speculation
+from looplm.inference.memory import bytes_per_place, free_bytes
 from looplm.model.flops import CacheStrategy
 
 
-def full_depth(sizes: DecodeSizes, batch_sizes: Sequence[int]) -> Iterator[Figure]:
+def full_depth(model: LoopLMForCausalLM, sizes: DecodeSizes, batch_sizes: Sequence[int]) -> Iterator[Figure]:
     """All loops, against transformers' `generate` on a dense Llama that does the same work."""
-    model, llama = random_model(sizes), dense_llama(sizes)
+    llama = dense_llama(sizes)
     for batch in batch_sizes:
         prompts = random_prompts(batch, sizes.prompt_tokens, sizes.vocab_size)
         ours = _side(
@@ -44,37 +50,71 @@ def full_depth(sizes: DecodeSizes, batch_sizes: Sequence[int]) -> Iterator[Figur
 
 
 def early_exit(
-    sizes: DecodeSizes, batch_sizes: Sequence[int], strategies: Sequence[CacheStrategy] = ("per_loop", "fill", "last")
+    model: LoopLMForCausalLM,
+    sizes: DecodeSizes,
+    batch_sizes: Sequence[int],
+    strategies: Sequence[CacheStrategy] = ("per_loop", "fill", "last"),
+    quantile: float | None = None,
 ) -> Iterator[Figure]:
-    """Depths 1 to 4 in the shares 40, 30, 20, 10 %, against full depth and against waiting for the deepest row."""
-    model = random_model(sizes)
+    """Depths 1 to 4 in the shares 40, 30, 20, 10 %, against full depth and against waiting for the deepest row.
+
+    quantile: the depths that the model's gate chooses instead; they cannot be made to wait.
+    """
     for batch in batch_sizes:
-        prompts = random_prompts(batch, sizes.prompt_tokens, sizes.vocab_size)
-        full = _side(
-            Engine(model, max_batch=batch, share_prefixes=False), prompts, sizes, [FixedDepth(sizes.num_loops)] * batch
-        )
-        locked = _scripted(Engine(model, max_batch=batch, share_prefixes=False), prompts, sizes, lock_step=True)
-        early = {
-            name: _scripted(Engine(model, max_batch=batch, kv_cache=name, share_prefixes=False), prompts, sizes)
-            for name in strategies
-        }
-        in_turn([full, locked, *early.values()], sizes.repeats)
-        head = head_seconds(model, batch) / (full.median / (sizes.max_tokens - 1))
-        yield Figure(
-            section="exit", what=f"batch {batch}: share of the head at full depth", value=f"{head:.1%}", number=head
-        )
-        for name, side in {"lock-step": locked, **early}.items():
-            speed = full.median / side.median
-            passes = full.stats.weight_passes / side.stats.weight_passes
-            loops = full.stats.token_loops / side.stats.token_loops
-            promised = passes if name in ("per_loop", "lock-step") or batch == 1 else loops
-            yield Figure(
-                section="exit",
-                what=f"batch {batch}, {name}, {sizes.dtype}",
-                value=f"{speed:.2f} x as fast; {passes:.2f} x fewer passes, {loops:.2f} x fewer token-loops; "
-                f"{speed / promised:.0%} of what is promised",
-                number=speed / promised,
-            )
+        yield from _early_exit(model, sizes, batch, strategies, quantile)
+
+
+def _early_exit(
+    model: LoopLMForCausalLM,
+    sizes: DecodeSizes,
+    batch: int,
+    strategies: Sequence[CacheStrategy],
+    quantile: float | None,
+) -> Iterator[Figure]:
+    prompts = random_prompts(batch, sizes.prompt_tokens, sizes.vocab_size)
+
+    def side(name: CacheStrategy, exits: Callable[[], Sequence[ExitPolicy]]) -> Side:
+        engine = Engine(model, max_batch=batch, kv_cache=name, share_prefixes=False)
+        return Side(engine, prompts, sizes.max_tokens, exits)
+
+    def exits(lock_step: bool = False) -> Sequence[ExitPolicy]:
+        if quantile is not None:
+            return [QuantileExit(quantile)] * batch
+        return scripts(batch, sizes.max_tokens, sizes.num_loops, lock_step=lock_step)
+
+    full = side("per_loop", lambda: [FixedDepth(sizes.num_loops)] * batch)
+    locked = {} if quantile is not None else {"lock-step": side("per_loop", lambda: exits(True))}
+    early = {name: side(name, exits) for name in strategies}
+    in_turn([full, *locked.values(), *early.values()], sizes.repeats)
+    head = {rows: head_seconds(full.engine, rows) for rows in {batch, max(1, batch // 2)}}
+    share = head[batch] * (sizes.max_tokens - 1) / full.median
+    yield Figure(
+        section="exit", what=f"batch {batch}: share of the head at full depth", value=f"{share:.1%}", number=share
+    )
+    for name, one in {**locked, **early}.items():
+        lossy = name not in ("per_loop", "lock-step")
+        yield _saved(full, one, f"batch {batch}, {name}, {sizes.dtype}", lossy, head)
+
+
+def _saved(full: Side, side: Side, what: str, lossy: bool, head: dict[int, float]) -> Figure:
+    """How much of what an early exit saves in work it saves in time."""
+    batch = len(full.prompts)
+    speed = full.median / side.median
+    passes = full.stats.weight_passes / side.stats.weight_passes
+    loops = full.stats.token_loops / side.stats.token_loops
+    promised = loops if lossy and batch > 1 else passes
+    # Reads of the head cost the same a row on both sides; how many rows a read has differs.
+    rows = min(head, key=lambda count: abs(count - side.stats.head_reads / side.stats.weight_passes))
+    bare = (full.median - full.stats.head_reads / batch * head[batch]) / max(
+        side.median - side.stats.head_reads / rows * head[rows], 1e-9
+    )
+    return Figure(
+        section="exit",
+        what=what,
+        value=f"{speed:.2f} x as fast; {passes:.2f} x fewer passes, {loops:.2f} x fewer token-loops; "
+        f"{speed / promised:.0%} of what is promised, {bare / promised:.0%} without the head",
+        number=speed / promised,
+    )
 
 
 def speculation(
@@ -88,11 +128,10 @@ def speculation(
     for length, side in sides.items():
         side.speculation = Speculation(draft_loops, length)
     in_turn([plain, *sides.values()], sizes.repeats)
+    costs = {rows: pass_seconds(model, sizes, rows) for rows in range(1, 2 + max(n or 1 for n in lengths))}
     for length, side in sides.items():
         speed = plain.median / side.median
-        head = head_seconds(model, 1)
-        a_pass = max(plain.median - plain.stats.head_reads * head, 1e-9) / plain.stats.weight_passes
-        predicted = plain.median / (side.stats.weight_passes * a_pass + side.stats.head_reads * head)
+        predicted = plain.median / _predicted(side, model.config.num_loops, draft_loops, costs)
         same = "the same tokens" if side.token_ids == plain.token_ids else "tokens differ (rounding)"
         yield Figure(
             section="speculative",
@@ -102,24 +141,54 @@ def speculation(
         )
 
 
+def _predicted(side: Side, num_loops: int, draft_loops: int, costs: dict[int, float]) -> float:
+    """Seconds that the counts of `side` come to at the measured costs of a pass over so many rows.
+
+    At full depth every position that was fed passes all loops: the shallow ones alone, the others with those drafted
+    beside it, where the head reads them once more together.
+    """
+    stats, engine = side.stats, side.engine
+    positions = stats.token_loops / num_loops
+    shallow = draft_loops * positions
+    deep = max(stats.weight_passes - shallow, 1.0)
+    rows = min((num_loops - draft_loops) * positions / deep, float(max(costs)))
+    low = int(rows)
+    cost = costs[low] + (rows - low) * (costs[min(low + 1, max(costs))] - costs[low])
+    drafts, tests = stats.head_reads - positions, deep / (num_loops - draft_loops)
+    head = drafts * head_seconds(engine, 1) + tests * head_seconds(engine, max(1, round(rows)))
+    return shallow * costs[1] + deep * cost + head
+
+
 def growth(sizes: DecodeSizes, batch_sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[Figure]:
-    """Milliseconds a token of the batch takes, with context and batch."""
+    """Milliseconds a token of the batch takes, with context and batch, beside what they should come to.
+
+    That is what the shortest context takes, and for every position more the time memory needs to give its keys and
+    values of all loops. Cells whose keys and values go over half of the free memory are left out.
+    """
     model = random_model(sizes, max(contexts))
-    for context in contexts:
+    place = bytes_per_place(model.model.config, "per_loop", sizes.num_loops, sizes.dtype_of())
+    bandwidth, free = read_bandwidth(), free_bytes(torch.device("cpu"))
+    yield Figure(
+        section="batch", what="memory", value=f"{bandwidth / 1e9:.1f} GB/s; {place / 2**10:.0f} KiB a position",
+        number=bandwidth,
+    )  # fmt: skip
+    shortest: dict[int, float] = {}
+    for context in sorted(contexts):
         for batch in batch_sizes:
+            what = f"context {context}, batch {batch}"
+            if free is not None and 2 * place * batch * (context + sizes.max_tokens) > free:
+                yield Figure(section="batch", what=what, value="left out: too large for this machine")
+                continue
+            engine = Engine(model, max_batch=batch, share_prefixes=False)
             prompts = random_prompts(batch, context, sizes.vocab_size)
-            side = _side(
-                Engine(model, max_batch=batch, share_prefixes=False),
-                prompts,
-                sizes,
-                [FixedDepth(sizes.num_loops)] * batch,
-            )
-            in_turn([side], sizes.repeats)
-            milliseconds = 1000 * side.median / (sizes.max_tokens - 1)
+            times = step_seconds(engine, prompts, sizes.max_tokens, sizes.num_loops)
+            milliseconds = 1000 * statistics.median(times)
+            first = shortest.setdefault(batch, milliseconds)
+            expected = first + 1000 * batch * (context - min(contexts)) * place / bandwidth
             yield Figure(
                 section="batch",
-                what=f"context {context}, batch {batch}",
-                value=f"{milliseconds:.2f} ms a step, {milliseconds / batch:.2f} a token",
+                what=what,
+                value=f"{milliseconds:.2f} ms a step, {milliseconds / batch:.2f} a token; {expected:.2f} ms expected",
                 number=milliseconds,
             )
 
@@ -145,12 +214,3 @@ def memory(sizes: DecodeSizes, context: int) -> Iterator[Figure]:
 
 def _side(engine: Engine, prompts: Sequence[Sequence[int]], sizes: DecodeSizes, exits: Sequence[FixedDepth]) -> Side:
     return Side(engine, prompts, sizes.max_tokens, lambda: exits)
-
-
-def _scripted(
-    engine: Engine, prompts: Sequence[Sequence[int]], sizes: DecodeSizes, *, lock_step: bool = False
-) -> Side:
-    def exits() -> list[Scripted]:
-        return scripts(len(prompts), sizes.max_tokens, sizes.num_loops, lock_step=lock_step)
-
-    return Side(engine, prompts, sizes.max_tokens, exits)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from looplm.cli import bench_inference
+from looplm.cli import bench_cache, bench_inference
 from looplm.errors import UserError
 
 app = typer.Typer(help="Measure speed and memory on this machine, against the obvious way.", no_args_is_help=True)
@@ -100,3 +100,4 @@ app.command("exit")(bench_inference.early_exit)
 app.command("speculative")(bench_inference.speculative)
 app.command("batch")(bench_inference.batch)
 app.command("memory")(bench_inference.memory)
+app.command("cache")(bench_cache.cache)

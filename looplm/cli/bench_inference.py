@@ -1,6 +1,7 @@
 """`looplm bench decode | exit | speculative | batch | memory`: what the engine promises, measured on this machine."""
 
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,12 +21,16 @@ Layers = Annotated[int, typer.Option(help="Layers of the core.", min=1)]
 Vocabulary = Annotated[int, typer.Option(help="Vocabulary.", min=2)]
 Tokens = Annotated[int, typer.Option(help="Tokens of each text.", min=2)]
 Repeats = Annotated[int, typer.Option(help="Timed runs of each side.", min=1)]
+Checkpoint = Annotated[
+    str | None, typer.Option(help="Measure this directory, hub name or shipped checkpoint; random weights without.")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")]
 
 
 def decode(
     smoke: Smoke = False,
     batch_sizes: Batches = "1,8,32",
+    checkpoint: Checkpoint = None,
     dtype: Dtype = "bf16",
     hidden_size: Hidden = 512,
     num_layers: Layers = 6,
@@ -35,28 +40,48 @@ def decode(
     json_file: Json = None,
 ) -> None:
     """All loops, against transformers' generate on a dense Llama of R x L layers that share the storage of L."""
+    from looplm.bench.generation import model_for
     from looplm.bench.inference import full_depth
 
     sizes = _sizes(smoke, dtype, hidden_size, num_layers, vocab_size, max_tokens, repeats)
-    _show(full_depth(sizes, _numbers("--batch-sizes", "1,2" if smoke else batch_sizes)), sizes, json_file)
+    model, sizes = model_for(sizes, checkpoint)
+    batches = _numbers("--batch-sizes", "1,2" if smoke else batch_sizes)
+    _show(full_depth(model, sizes, batches), sizes, json_file)
 
 
 def early_exit(
     smoke: Smoke = False,
     batch_sizes: Batches = "1,32",
+    checkpoint: Checkpoint = None,
+    quantile: Annotated[float, typer.Option(help="Exit threshold, with --checkpoint.", min=0, max=1)] = 0.5,
     dtype: Dtype = "bf16",
     hidden_size: Hidden = 512,
     num_layers: Layers = 6,
     vocab_size: Vocabulary = 8192,
     max_tokens: Tokens = 48,
     repeats: Repeats = 5,
+    quality: Annotated[
+        str,
+        typer.Option(help='Trained checkpoint to measure the loss of quality of fill and last on; "": none.'),
+    ] = "stdlib-small",
     json_file: Json = None,
 ) -> None:
-    """Depths 1 to 4 at 40, 30, 20 and 10 %, against full depth, and against a batch that waits for its deepest row."""
+    """Depths 1 to 4 at 40, 30, 20 and 10 %, against full depth, and against a batch that waits for its deepest row.
+
+    Under fill and last the text changes; how much worse it gets is measured on a trained checkpoint, at its own exits.
+    """
+    from looplm.bench.caches import exit_quality
+    from looplm.bench.generation import model_for
     from looplm.bench.inference import early_exit as measure
 
     sizes = _sizes(smoke, dtype, hidden_size, num_layers, vocab_size, max_tokens, repeats)
-    _show(measure(sizes, _numbers("--batch-sizes", "1,2" if smoke else batch_sizes)), sizes, json_file)
+    model, sizes = model_for(sizes, checkpoint)
+    batches = _numbers("--batch-sizes", "1,2" if smoke else batch_sizes)
+    figures = chain(
+        measure(model, sizes, batches, quantile=None if checkpoint is None else quantile),
+        exit_quality(quality, ["per_loop", "fill", "last"]) if quality and not smoke else (),
+    )
+    _show(figures, sizes, json_file)
 
 
 def speculative(
@@ -71,24 +96,11 @@ def speculative(
     json_file: Json = None,
 ) -> None:
     """Self-speculative decoding at batch 1 on a trained CHECKPOINT, against full depth and what counts predict."""
-    import dataclasses
-
-    from looplm.bench.generation import DecodeSizes
+    from looplm.bench.generation import DecodeSizes, model_for
     from looplm.bench.inference import speculation
-    from looplm.hf.load import load
 
-    sizes = DecodeSizes(dtype=dtype, prompt_tokens=16, max_tokens=max_tokens, repeats=repeats)
-    model = load(checkpoint, dtype=str(sizes.dtype_of()).removeprefix("torch."))
-    if sizes.prompt_tokens + max_tokens > model.model.config.max_position_embeddings:
-        raise UserError(f"--max-tokens {max_tokens} is more than the context of {checkpoint} leaves.")
-    config = model.model.config
-    sizes = dataclasses.replace(
-        sizes,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_loops=config.num_loops,
-        vocab_size=config.vocab_size,
-    )
+    asked = DecodeSizes(dtype=dtype, prompt_tokens=16, max_tokens=max_tokens, repeats=repeats)
+    model, sizes = model_for(asked, checkpoint)
     lengths = [length or None for length in _numbers("--draft-tokens", draft_tokens, least=0)]
     _show(speculation(model, sizes, draft_loops, lengths), sizes, json_file)
 
@@ -96,19 +108,18 @@ def speculative(
 def batch(
     smoke: Smoke = False,
     batch_sizes: Batches = "1,4,16,64",
-    contexts: Annotated[str, typer.Option(help="Tokens before the text, with commas.")] = "128,512,2048",
+    contexts: Annotated[str, typer.Option(help="Tokens before the text, with commas.")] = "128,512,2048,8192",
     dtype: Dtype = "bf16",
     hidden_size: Hidden = 512,
     num_layers: Layers = 6,
     vocab_size: Vocabulary = 8192,
     max_tokens: Tokens = 8,
-    repeats: Repeats = 5,
     json_file: Json = None,
 ) -> None:
-    """Time of a token with context and batch."""
+    """Time of a token with context and batch, and what memory says it should be. Medians over the steps of a text."""
     from looplm.bench.inference import growth
 
-    sizes = _sizes(smoke, dtype, hidden_size, num_layers, vocab_size, max_tokens, repeats)
+    sizes = _sizes(smoke, dtype, hidden_size, num_layers, vocab_size, max_tokens, max_tokens - 2)
     batches = _numbers("--batch-sizes", "1,2" if smoke else batch_sizes)
     _show(growth(sizes, batches, _numbers("--contexts", "8,16" if smoke else contexts)), sizes, json_file)
 

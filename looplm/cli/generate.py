@@ -38,6 +38,9 @@ def generate(
         int | None, typer.Option(help="Draft tokens at this loop and let the deeper ones test them; text unchanged.")
     ] = None,
     draft_tokens: Annotated[int | None, typer.Option(help="Tokens of a draft; adapted if left out.")] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="Draft only so many of the lowest token ids: a cheaper read of the head.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = 1.0,
@@ -81,6 +84,7 @@ def generate(
         kv_cache=kv_cache,
         draft_loops=draft_loops,
         draft_tokens=draft_tokens,
+        draft_vocab=draft_vocab,
     )
     depth.check()
     check_sources(prompt, interactive, input, output, show_depth)

@@ -33,9 +33,9 @@ def answer_file(
     The files are checked before the model is loaded. An answer has the prompt's `index` (its line, from 0), `prompt`,
     `text`, `token_ids`, `loops`, `token_loops`, `finish_reason`, and the `settings` it was made with, those of `depth`
     and of `sampling`. Raises UserError for a malformed line (its number is said), for answers to other prompts or with
-    other settings, for a prompt over the context, when `output` cannot be written, is no regular file or is `input`.
-    A file that does not hold answers to `input` is left as it is. A prompt for which the model gives logits that are
-    not finite gets no answer; the others do, and a UserError at the end names its line.
+    other settings, when `output` cannot be written, is no regular file or is `input`. A file that does not hold
+    answers to `input` is left as it is. A prompt that is over the context, or for which the model gives logits that
+    are not finite, gets no answer; the others do, and a UserError at the end names its line.
     """
     settings = depth | {name: getattr(sampling, name) for name in SAMPLING}
     prompts = [read_prompt(input, number, line) for number, line in enumerate(read_lines(input), start=1)]
@@ -48,27 +48,30 @@ def answer_file(
     if answered:
         print(f"{len(answered)} of {len(prompts)} prompts are answered already.")
     if left:
-        results = answers(input, prompts, left, sampling, policy, load_engine(), speculation)
-        failed: list[int] = []
+        failed: dict[int, str] = {}
+        engine = load_engine()
+        token_ids = tokenised(input, prompts, left, sampling, engine, failed)
+        results = answers(token_ids, sampling, policy, engine, speculation)
         with writing(output), output.open("ab") as file:
-            for index, result in zip(left, results, strict=True):
+            for index, result in zip(token_ids, results, strict=True):
                 if result.finish_reason == "error":
-                    failed.append(index)
+                    failed[index] = result.error or "The model failed."
                     continue
                 record = answer_record(index, prompts[index], settings, result)
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
                 file.flush()
         if failed:
-            raise not_finite(input, failed)
+            raise unanswered(input, failed)
     print(f"{len(prompts)} answers in {output}")
 
 
-def not_finite(input: Path, failed: list[int]) -> UserError:
-    """What to say of the prompts that the model broke down on, by their lines."""
-    named = ", ".join(str(index + 1) for index in failed[:5]) + (" ..." if len(failed) > 5 else "")
+def unanswered(input: Path, failed: dict[int, str]) -> UserError:
+    """What to say of the prompts that have no answer: their lines, and why the first of them has none."""
+    lines = sorted(failed)
+    named = ", ".join(str(index + 1) for index in lines[:5]) + (" ..." if len(lines) > 5 else "")
     return UserError(
-        f"{input}, line {named}: the model gave logits that are not finite for {len(failed)} of the prompts, which "
-        "have no answer. Its weights are damaged, or overflow in this dtype. Answers to other prompts are kept."
+        f"{input}, line {named}: no answer. {failed[lines[0]]} Answers to other prompts are kept; run again to answer "
+        "what is left."
     )
 
 
@@ -95,25 +98,44 @@ def writing(output: Path) -> Iterator[None]:
         ) from None
 
 
-def answers(
+def tokenised(
     input: Path,
     prompts: list[str],
     left: list[int],
+    sampling: "SamplingParams",
+    engine: "Engine",
+    failed: dict[int, str],
+) -> dict[int, list[int]]:
+    """Token ids of the prompts numbered in `left`, in order. Those that are too long go to `failed`, with the reason.
+
+    Raises UserError that names the line of a prompt that has no tokens.
+    """
+    from looplm.inference.capacity import DoesNotFit
+
+    token_ids: dict[int, list[int]] = {}
+    for index in left:
+        try:
+            token_ids[index] = engine.prompt_token_ids(prompts[index], sampling)
+        except DoesNotFit as error:
+            failed[index] = str(error)
+        except UserError as error:
+            raise UserError(f"{input}, line {index + 1}: {error}") from None
+    return token_ids
+
+
+def answers(
+    token_ids: dict[int, list[int]],
     sampling: "SamplingParams",
     policy: "ExitPolicy | None",
     engine: "Engine",
     speculation: "Speculation | None",
 ) -> Iterator["GenerationResult"]:
-    """Generates for the prompts numbered in `left`, in order. Raises UserError that names the line of a bad prompt."""
-    token_ids: list[list[int]] = []
-    for index in left:
-        try:
-            token_ids.append(engine.prompt_token_ids(prompts[index], sampling))
-        except UserError as error:
-            raise UserError(f"{input}, line {index + 1}: {error}") from None
+    """Generates for prompts by their number, in order."""
     # A seed of its own for every prompt, and the same one when a run is resumed.
-    seeded = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index) for index in left]
-    return engine.generate(token_ids, seeded, policy, speculation=speculation)
+    seeded = [
+        sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index) for index in token_ids
+    ]
+    return engine.generate(list(token_ids.values()), seeded, policy, speculation=speculation)
 
 
 def answer_record(index: int, prompt: str, settings: dict[str, Any], result: "GenerationResult") -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Depth:
     kv_cache: str
     draft_loops: int | None
     draft_tokens: int | None
+    draft_vocab: int | None
 
     def check(self) -> None:
         """Raises UserError for options that do not go together."""
@@ -33,8 +34,11 @@ class Depth:
                 f"{' and '.join(named)} each say when a token leaves (--num-loops fixes the depth, the others let "
                 "each token choose); give one of them."
             )
-        if self.draft_tokens is not None and self.draft_loops is None:
-            raise UserError("--draft-tokens is how many tokens --draft-loops drafts; give both, or neither.")
+        if self.draft_loops is None:
+            if self.draft_tokens is not None:
+                raise UserError("--draft-tokens is how many tokens --draft-loops drafts; give both, or neither.")
+            if self.draft_vocab is not None:
+                raise UserError("--draft-vocab is what --draft-loops may draft; give both, or neither.")
         if self.draft_loops is not None and self.kv_cache != "per_loop":
             raise UserError(f"--draft-loops needs --kv-cache per_loop, not {self.kv_cache}.")
         check_kv_cache(self.kv_cache)
@@ -53,7 +57,9 @@ class Depth:
         """What is drafted, if anything. Raises UserError when impossible."""
         from looplm.inference import Speculation
 
-        return None if self.draft_loops is None else Speculation(self.draft_loops, self.draft_tokens)
+        if self.draft_loops is None:
+            return None
+        return Speculation(self.draft_loops, self.draft_tokens, self.draft_vocab)
 
     def settings(self) -> dict[str, Any]:
         """What answers in a file are marked with."""
@@ -64,6 +70,7 @@ class Depth:
             "kv_cache": self.kv_cache,
             "draft_loops": self.draft_loops,
             "draft_tokens": self.draft_tokens,
+            "draft_vocab": self.draft_vocab,
         }
 
 

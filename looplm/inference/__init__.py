@@ -7,8 +7,9 @@ legend of `looplm.model`: N positions or requests taken together, M positions th
 Reading order: `exit_policy` (when a token leaves) -> `sampling` (which token comes next) -> `text` (stop ids, pieces
 of text) -> `blocks`, `kv_cache`, `memory` (what is kept where) -> `request` -> `layout` (runs of positions as a
 rectangle) -> `passes` (the model on them) -> `decide` (who leaves) and `choice` (with which token), with
-`speculative` and `screening` -> `prefill` and `decode` (the two steps) -> `scheduler`, `capacity`, `prompts`,
-`results` -> `engine`; `reference` is the slow oracle that all of it is tested against.
+`speculative` and `screening` -> `prefill` and `decode` (the two steps) -> `scheduler`, `capacity`, `prompts`, `intake`
+(from what is asked for to requests), `results` -> `engine`. `packed`, `native`, `native_block` and `graphs` run the
+same passes in other ways; `reference` is the slow oracle that all of it is tested against.
 """
 
 from looplm.inference.engine import Engine

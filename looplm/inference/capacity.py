@@ -13,6 +13,11 @@ from looplm.inference.request import Request
 from looplm.model.flops import CacheStrategy
 from looplm.model.looped import LoopedTransformer
 
+
+class DoesNotFit(UserError):
+    """One request is too long, for the context or for memory; others may be served."""
+
+
 SPARE_PLACES = 2
 """Rows of every tensor that hold no position."""
 MOST_OF_FREE = 0.8
@@ -34,10 +39,10 @@ def blocks_within(model: LoopedTransformer, strategy: CacheStrategy, limit: int,
 def check_fits(
     model: LoopedTransformer, strategy: CacheStrategy, limit: int | None, max_positions: int, num_loops: int
 ) -> None:
-    """Raises UserError for a request that could never run within `limit`."""
+    """Raises DoesNotFit for a request that could never run within `limit`."""
     need = bytes_for(model, strategy, num_blocks_for(max_positions), num_loops)
     if limit is not None and need > limit:
-        raise UserError(
+        raise DoesNotFit(
             f"{max_positions} positions at {num_loops} loops take {amount(need)} of cache and states, more than the "
             f"memory limit of {amount(limit)}. Shorten the prompt, lower max_tokens, use fewer loops or a cache that "
             "keeps one set of keys, or raise memory_bytes."
@@ -67,7 +72,7 @@ def ensure(
     `requests` are those that run and those that wait; `idle`: nothing of theirs is in memory.
     With a limit, as much is taken at once as the limit allows and `num_slots` requests could use. It is laid out for
     more loops only while nothing runs: a request that needs them waits. Without a limit it grows as requests need it,
-    as far as the system has the memory; what does not fit then waits. Raises UserError when a request does not fit
+    as far as the system has the memory; what does not fit then waits. Raises DoesNotFit when a request does not fit
     even alone.
     """
     loops = max(request.max_loops for request in requests)
@@ -100,7 +105,7 @@ def create(
 ) -> Memory:
     """Takes memory for `num_blocks`, or for as many as the system has room for, `at_least` so many.
 
-    Raises UserError that says how much it would be when there is not as much.
+    Raises DoesNotFit that says how much it would be when there is not as much.
     """
     need = bytes_for(model, strategy, num_blocks, num_loops)
     free = free_bytes(model.embed_tokens.weight.device)
@@ -116,9 +121,9 @@ def create(
         raise too_much(need, num_blocks, num_loops) from None
 
 
-def too_much(need: int, num_blocks: int, num_loops: int) -> UserError:
+def too_much(need: int, num_blocks: int, num_loops: int) -> DoesNotFit:
     """What to say of memory that is not there."""
-    return UserError(
+    return DoesNotFit(
         f"No memory for {num_blocks * BLOCK_SIZE:,} positions at {num_loops:,} loops: they take {amount(need)}. Use "
         "fewer loops, a lower max_tokens, shorter prompts, a smaller max_batch, or a cache that keeps one set of keys."
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from looplm.inference.decide import Reading
 from looplm.inference.request import Flight, Request
-from looplm.inference.sampling import all_finite, filtered_probabilities, penalised, sample_with_probs
+from looplm.inference.sampling import all_finite, filtered_probabilities, penalised, sample_with_probs, widened
 from looplm.inference.screening import Failed, Mask, Stop
 from looplm.inference.speculative import judge
 
@@ -19,7 +19,7 @@ NOT_FINITE = "The model gave logits that are not finite: its weights are damaged
 
 
 def allowed(request: Request, flight: Flight, logits: Tensor) -> Tensor:
-    """`logits` with what a screen forbids and with the repetition penalty."""
+    """`logits`, (V,) and widened, with what a screen forbids and with the repetition penalty."""
     if request.sampling.repetition_penalty != 1:
         logits = penalised(logits, float(request.sampling.repetition_penalty), request.history(flight))
     if isinstance(flight.verdict, Mask):
@@ -35,23 +35,33 @@ def choose(readings: Sequence[Reading]) -> None:
     """
     if not readings:
         return
-    finite = all_finite(torch.stack([reading.logits for reading in readings])).tolist()
+    logits = widened(torch.stack([reading.logits for reading in readings]))
+    finite = all_finite(logits).tolist()
     for reading, ok in zip(readings, finite, strict=True):
         reading.flight.broken = not ok
         if not ok and reading.kind == "draft":
             # Nothing to draft from: the deeper loops decide.
             reading.request.verifying = True
-    open_ones = [r for r, ok in zip(readings, finite, strict=True) if ok and r.flight.token is None]
-    chosen = [r for r in open_ones if r.kind == "draft" or not r.request.verifying or len(r.request.flights) == 1]
-    for reading in [r for r in chosen if r.flight.forced]:
-        reading.flight.token, reading.flight.final = reading.flight.forced[0], True
-    drawn = [r for r in chosen if not r.flight.forced]
+    drawn: list[int] = []
+    for row, (reading, ok) in enumerate(zip(readings, finite, strict=True)):
+        request, flight = reading.request, reading.flight
+        untested = reading.kind == "exit" and request.verifying and len(request.flights) > 1
+        if not ok or flight.token is not None or untested:
+            continue
+        if flight.forced:
+            flight.token, flight.final = flight.forced[0], True
+        else:
+            drawn.append(row)
     if not drawn:
         return
-    logits = torch.stack([allowed(r.request, r.flight, r.logits) for r in drawn])
-    params, generators = [r.request.sampling for r in drawn], [r.request.generator for r in drawn]
+    for row in drawn:
+        request, flight = readings[row].request, readings[row].flight
+        if request.sampling.repetition_penalty != 1 or isinstance(flight.verdict, Mask):
+            logits[row] = allowed(request, flight, logits[row])
+    readings, logits = [readings[row] for row in drawn], logits if len(drawn) == len(readings) else logits[drawn]
+    params, generators = [r.request.sampling for r in readings], [r.request.generator for r in readings]
     tokens, probs = sample_with_probs(logits, params, generators)
-    for row, (reading, token) in enumerate(zip(drawn, tokens.tolist(), strict=True)):
+    for row, (reading, token) in enumerate(zip(readings, tokens.tolist(), strict=True)):
         reading.flight.token = token
         reading.flight.final = reading.kind == "exit"
         reading.flight.draft_probs = probs.get(row) if reading.kind == "draft" else None
@@ -92,7 +102,7 @@ def outcome(request: Request, flight: Flight) -> tuple[int, bool]:
         return flight.token, True
     if flight.forced:
         return flight.forced[0], flight.token == flight.forced[0]
-    logits = allowed(request, flight, flight.logits)[None]
+    logits = allowed(request, flight, widened(flight.logits))[None]
     if flight.token is None:
         tokens, _ = sample_with_probs(logits, [request.sampling], [request.generator])
         return int(tokens), True

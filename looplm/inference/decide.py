@@ -16,6 +16,7 @@ from looplm.inference.memory import Memory
 from looplm.inference.passes import LanguageModel, read
 from looplm.inference.request import Flight, Request
 from looplm.inference.screening import Redirect, apply_screen
+from looplm.inference.speculative import DraftHead
 from looplm.model.gate import exit_cdf
 
 
@@ -65,7 +66,10 @@ def decide(lm: LanguageModel, memory: Memory, arrivals: Sequence[Arrival], clock
     drafts = [not leave and drafts_now(a) for a, leave in zip(arrivals, leaves, strict=True)]
     seen = [i for i, a in enumerate(arrivals) if screens_now(a, leaves[i] or drafts[i])]
     wanted = [i for i in range(len(arrivals)) if (leaves[i] or drafts[i] or i in seen) and i not in logits]
+    briefly = [i for i in wanted if arrivals[i].request.draft_head is not None and not leaves[i] and i not in seen]
+    wanted = [i for i in wanted if i not in briefly]
     _read_into(logits, lm, memory, arrivals, wanted)
+    _read_briefly(logits, memory, arrivals, briefly)
     for i in seen:
         apply_screen(arrivals[i].request, arrivals[i].flight, arrivals[i].loop, logits[i])
         if isinstance(arrivals[i].flight.verdict, Redirect):
@@ -88,6 +92,20 @@ def _read_into(
         places = torch.tensor([a.request.places[a.flight.position] for a in chosen], device=memory.device)
         positions = [(a.request.slot, a.flight.position) for a in chosen]
         logits.update(zip(which, read(lm, memory, positions, memory.hidden[places]), strict=True))
+
+
+def _read_briefly(logits: dict[int, Tensor], memory: Memory, arrivals: Sequence[Arrival], which: list[int]) -> None:
+    """Reads drafts with the heads of a part of the vocabulary that their requests have."""
+    by_head: dict[DraftHead, list[int]] = {}
+    for i in which:
+        head = arrivals[i].request.draft_head
+        assert head is not None
+        by_head.setdefault(head, []).append(i)
+        arrivals[i].request.draft_reads += 1
+    for head, some in by_head.items():
+        places = [arrivals[i].request.places[arrivals[i].flight.position] for i in some]
+        hidden = memory.hidden[torch.tensor(places, device=memory.device)]
+        logits.update(zip(some, head(hidden), strict=True))
 
 
 def gather_signals(memory: Memory, arrivals: Sequence[Arrival], clock: Clock) -> list[Signals]:

@@ -65,7 +65,9 @@ def adapted(lm: LanguageModel, request: Request, draft_loops: int) -> int:
     """Draft length for the share of this text's drafts that stood, and for the weights that pass and head read."""
     acceptance = (request.accepted + PRIOR_ACCEPTED) / (request.drafted + PRIOR_DRAFTED)
     core = sum(parameter.numel() for parameter in lm.model.layers.parameters())
-    costs = Costs(core_pass=float(core), head_read=float(lm.lm_head.weight.numel()))
+    head = float(lm.lm_head.weight.numel())
+    draft = head if request.draft_head is None else float(request.draft_head.linear.weight.numel())
+    costs = Costs(core_pass=float(core), head_read=head, draft_read=draft)
     return best_draft_tokens(draft_loops, request.max_loops, acceptance, costs)
 
 

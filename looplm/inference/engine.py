@@ -13,27 +13,26 @@ from typing import get_args
 import torch
 
 from looplm.errors import UserError
-from looplm.inference.capacity import check_fits, ensure
+from looplm.inference.capacity import DoesNotFit, ensure
 from looplm.inference.choice import choose, settle
 from looplm.inference.decide import Clock, Reading
 from looplm.inference.decode import tick
 from looplm.inference.exit_policy import ExitPolicy
+from looplm.inference.graphs import graphed_model
+from looplm.inference.intake import Intake
 from looplm.inference.memory import Memory
 from looplm.inference.packed import packed_model, weights_identity
 from looplm.inference.passes import LanguageModel
 from looplm.inference.prefill import prefill
-from looplm.inference.prompts import Parts, Prompt, check_model, listed, model_defaults, one_for_each, read_prompt
-from looplm.inference.request import Family, FinishReason, Flight, Request
+from looplm.inference.prompts import Parts, Prompt, check_model, model_defaults, read_prompt
+from looplm.inference.request import FinishReason, Flight, Request
 from looplm.inference.results import EngineStats, GenerationResult, Piece, next_piece, result_of
-from looplm.inference.sampling import SamplingParams, check_number, make_generator, token_logprobs
+from looplm.inference.sampling import SamplingParams, check_number, token_logprobs
 from looplm.inference.scheduler import Scheduler
 from looplm.inference.screening import Screen
-from looplm.inference.speculative import Speculation
+from looplm.inference.speculative import DraftHeads, Speculation
 from looplm.inference.text import TextStream, Tokenizer, end_token_ids, find_stop
 from looplm.model.flops import CacheStrategy
-
-EXACT: tuple[CacheStrategy, ...] = ("per_loop", "fill")
-"""Strategies under which a prompt in parts is the same as the whole."""
 
 
 class Engine:
@@ -52,6 +51,9 @@ class Engine:
         that do not fit beside others wait. None takes what requests need, as they come.
     pack_weights: keep a second copy of the matrices, laid out for this CPU; decoding is then up to twice as fast at
         one row. None does so where it helps, in bfloat16 on a CPU that multiplies it, and there is memory for it.
+    native_kernels: run decoding through kernels that the C++ compiler of this machine builds once (cached). None does
+        so on a CPU where there is a compiler; False leaves everything to PyTorch.
+    cuda_graphs: replay small passes as CUDA graphs, captured when their shape first comes. None does so on a GPU.
     share_prefixes: whether a prompt uses what has been computed for another that begins alike.
     clock: seconds, for `Deadline`.
 
@@ -69,6 +71,8 @@ class Engine:
         chunk_size: int = 512,
         memory_bytes: int | None = None,
         pack_weights: bool | None = None,
+        native_kernels: bool | None = None,
+        cuda_graphs: bool | None = None,
         share_prefixes: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -83,9 +87,10 @@ class Engine:
             if value is not None:
                 check_number(name, value, Integral, 1, math.inf)
         self.model, self.tokenizer = model, tokenizer
-        self._packed = packed_model(model, pack_weights)
+        self._packed = packed_model(model, pack_weights, native_kernels)
         self._weights = weights_identity(model)
-        self._run_by: LanguageModel = model if self._packed is None else self._packed
+        self._graphed = graphed_model(model, cuda_graphs)
+        self._run_by: LanguageModel = self._graphed or self._packed or model
         self.kv_cache: CacheStrategy = strategies[kv_cache]
         self.max_batch, self.chunk_size, self.memory_bytes = max_batch, chunk_size, memory_bytes
         context = model.model.config.max_position_embeddings
@@ -93,12 +98,28 @@ class Engine:
         self.end_token_ids, self.default_exit = model_defaults(model)
         if tokenizer is not None:
             self.end_token_ids |= end_token_ids(tokenizer)
+        self._intake = Intake(
+            model=model.model,
+            tokenizer=tokenizer,
+            kv_cache=self.kv_cache,
+            max_len=self.max_len,
+            memory_bytes=memory_bytes,
+            end_token_ids=frozenset(self.end_token_ids),
+            default_exit=self.default_exit,
+            draft_heads=DraftHeads(self._run_by.lm_head),
+            share=share_prefixes,
+        )
         self.stats = EngineStats()
         self._clock = Clock(clock)
         self._scheduler = Scheduler(max_batch, share=share_prefixes)
         self._memory: Memory | None = None
         self._arrivals = False
         self._unlisted: set[Request] = set()
+
+    @property
+    def runs(self) -> LanguageModel:
+        """The model as this engine runs it: packed, on kernels, or as graphs."""
+        return self._run_by
 
     # --- Whole texts --------------------------------------------------------------------------------------------
 
@@ -118,14 +139,15 @@ class Engine:
             the threshold saved in the checkpoint, and all trained loops where there is none.
         speculation: draft from a shallow loop. screen: look at every token before it is out.
 
-        Raises UserError at once, before anything runs: for an empty prompt, a token id outside the vocabulary, a
-        prompt that with `max_tokens` goes over the context or over `memory_bytes`, text without a tokenizer or that
-        is not valid Unicode, lists of different length, values of another type. And when the first result is asked
-        for, if the system has not got the memory.
-        A request whose logits become non-finite ends with `finish_reason` "error"; the others go on. Requests whose
-        results are not waited for are cancelled when the iterator is closed.
+        Raises UserError at once, before anything runs: for an empty prompt, a token id outside the vocabulary, text
+        without a tokenizer or that is not valid Unicode, lists of different length, values of another type.
+        A prompt that with `max_tokens` goes over the context, over `memory_bytes` or over what the system has, and one
+        whose logits become non-finite, ends with `finish_reason` "error", which `error` explains; the others go on.
+        (The only prompt that is too long raises UserError.) Requests whose results are not waited for are cancelled
+        when the iterator is closed.
         """
-        return self._run(self._requests(prompts, sampling, exit, speculation, screen))
+        self._notice_new_weights()
+        return self._run(self._intake.requests(prompts, sampling, exit, speculation, screen))
 
     def stream(
         self,
@@ -142,11 +164,14 @@ class Engine:
         """
         if self.tokenizer is None:
             raise UserError("Streaming gives text, but there is no tokenizer: give the engine one.")
-        return self._stream(self._requests([prompt], sampling, exit, speculation, screen), self.tokenizer)
+        self._notice_new_weights()
+        return self._stream(self._intake.requests([prompt], sampling, exit, speculation, screen), self.tokenizer)
 
     def prompt_token_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """The token ids of one prompt. Raises UserError when it cannot be continued as `sampling` asks."""
-        return [token for part in self._parts(prompt, sampling) for token in part]
+        vocab_size = self.model.model.config.vocab_size
+        parts = read_prompt(prompt, sampling, self.tokenizer, vocab_size, self.max_len)
+        return [token for part in parts for token in part]
 
     # --- Requests that come and go ------------------------------------------------------------------------------
 
@@ -162,9 +187,11 @@ class Engine:
     ) -> list[Request]:
         """Adds a prompt to those that run from the next step on; returns its requests, one for each sample.
 
-        What they have so far can be read off them at any time. Raises UserError as `generate` does.
+        What they have so far can be read off them at any time. Raises UserError as `generate` does. What the system
+        has not got the memory for ends with `finish_reason` "error".
         """
-        requests = self._requests([prompt], sampling, exit, speculation, screen)
+        self._notice_new_weights()
+        requests = self._intake.requests([prompt], sampling, exit, speculation, screen)
         for request in requests:
             request.index = index
         self._add(requests)
@@ -190,85 +217,15 @@ class Engine:
                 self._finish(request, "cancelled")
 
     def result(self, request: Request) -> GenerationResult:
-        """The result of a request that has finished."""
+        """The result of a request that has finished. Raises UserError for one that has not."""
+        if request.finish_reason is None:
+            raise UserError("The request has not finished; take steps until it has, or cancel it.")
         return result_of(request, self.tokenizer)
 
     # --- Running ------------------------------------------------------------------------------------------------
 
-    def _parts(self, prompt: Prompt, sampling: SamplingParams) -> list[list[int]]:
-        return read_prompt(prompt, sampling, self.tokenizer, self.model.model.config.vocab_size, self.max_len)
-
-    def _requests(
-        self,
-        prompts: object,
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        exit: ExitPolicy | Sequence[ExitPolicy] | None,
-        speculation: Speculation | None,
-        screen: Screen | None,
-    ) -> list[Request]:
-        given = listed(prompts)
-        self._notice_new_weights()
-        samplings = one_for_each(
-            "sampling", SamplingParams() if sampling is None else sampling, SamplingParams, len(given)
-        )
-        exits = one_for_each("exit", self.default_exit if exit is None else exit, ExitPolicy, len(given))
-        for name, value, kind in (("speculation", speculation, Speculation), ("screen", screen, Screen)):
-            if value is not None and not isinstance(value, kind):
-                raise UserError(f"{name} is {value!r}; give a {kind.__name__}, or None.")
-        if speculation is not None and (self.kv_cache != "per_loop" or self.model.model.coda):
-            raise UserError(
-                "Self-speculative decoding needs the cache per_loop and a model without coda layers: a draft is only "
-                "worth its work where deeper loops go on from it."
-            )
-        requests: list[Request] = []
-        for index, (prompt, params, policy) in enumerate(zip(given, samplings, exits, strict=True)):
-            try:
-                requests += self._samples(index, prompt, params, policy, speculation, screen)
-            except UserError as error:
-                raise UserError(f"Prompt {index}: {error}") from None
-        return requests
-
-    def _samples(
-        self,
-        index: int,
-        prompt: Prompt,
-        params: SamplingParams,
-        policy: ExitPolicy,
-        speculation: Speculation | None,
-        screen: Screen | None,
-    ) -> list[Request]:
-        """The n requests of prompt `index`."""
-        parts = self._parts(prompt, params)
-        if self.kv_cache in EXACT:
-            parts = [[token for part in parts for token in part]]
-        max_loops = policy.max_loops(self.model.model.config.num_loops)
-        positions = sum(len(part) for part in parts) + params.max_tokens - 1
-        check_fits(self.model.model, self.kv_cache, self.memory_bytes, positions, max_loops)
-        family = Family([]) if params.n > 1 and screen is None and self._scheduler.share else None
-        requests = [
-            Request(
-                index=index,
-                sample=sample_index,
-                parts=parts,
-                sampling=params,
-                exit=policy,
-                max_loops=max_loops,
-                end_token_ids=frozenset(params.stop_token_ids)
-                | (frozenset() if params.ignore_eos else self.end_token_ids),
-                generator=make_generator(params, sample_index) if params.temperature > 0 else None,
-                catches_up=self.kv_cache == "per_loop",
-                speculation=speculation,
-                screen=screen,
-                family=family,
-            )
-            for sample_index in range(params.n)
-        ]
-        if family is not None:
-            family.waiting += requests
-        return requests
-
     def _add(self, requests: list[Request]) -> None:
-        self._scheduler.add(requests)
+        self._scheduler.add(request for request in requests if not request.refused)
         self._arrivals = True
 
     def _notice_new_weights(self) -> None:
@@ -279,6 +236,9 @@ class Engine:
         self._weights = weights
         if self._packed is not None:
             self._packed.refresh()
+        if self._graphed is not None:
+            self._graphed.graphs.forget()
+        self._intake.draft_heads.forget()
         while self._memory is not None and self._memory.prefixes.evict():
             pass
 
@@ -289,6 +249,8 @@ class Engine:
             for request in requests:
                 while request.finish_reason is None:
                     self._step()
+                if request.refused and len(requests) == 1:
+                    raise UserError(request.error or "")
                 yield result_of(request, self.tokenizer)
         finally:
             self.cancel(requests)
@@ -302,6 +264,8 @@ class Engine:
             while texts:
                 self._step()
                 for request, text in list(texts.items()):
+                    if request.refused:
+                        raise UserError(request.error or "")
                     piece = next_piece(request, text)
                     if piece is not None:
                         yield piece
@@ -316,12 +280,21 @@ class Engine:
     def _step(self) -> list[Request]:
         """Admits what can begin, one pass over prompts, one tick; returns the requests that have finished."""
         scheduler, stats = self._scheduler, self.stats
-        if scheduler.waiting and (self._arrivals or not scheduler.running):
-            self._take_memory()
-            self._arrivals = False
+        finished: list[Request] = []
+        while scheduler.waiting and (self._arrivals or not scheduler.running):
+            try:
+                self._take_memory()
+                break
+            except DoesNotFit as reason:
+                # Whoever asks for most: what is left may fit.
+                most = max(scheduler.waiting, key=lambda request: request.max_positions * request.max_loops)
+                most.refuse(str(reason))
+                self._release(most)
+                finished.append(most)
+        self._arrivals = False
         memory = self._memory
         if memory is None:
-            return []
+            return finished
         joined = scheduler.admit(memory, self._clock.now())
         stats.prompt_tokens += sum(len(request.prompt_token_ids) for request in joined)
         stats.shared_prompt_tokens += sum(request.reused for request in joined)
@@ -330,7 +303,7 @@ class Engine:
         )
         for request in joined:
             settle(request, self._emit)
-        finished = self._sweep(joined)
+        finished += self._sweep(joined)
         if scheduler.prefilling:
             reading = list(scheduler.prefilling)
             work = prefill(self._run_by, memory, reading, self.chunk_size, self._clock, self._emit)
@@ -346,13 +319,15 @@ class Engine:
             finished += self._sweep(reading)
         if scheduler.decoding:
             decoding = list(scheduler.decoding)
-            before = sum(r.drafted for r in decoding), sum(r.accepted for r in decoding)
+            counted = [(r.drafted, r.accepted, r.draft_reads) for r in decoding]
+            before = [sum(counts) for counts in zip(*counted, strict=True)]
             work = tick(self._run_by, memory, decoding, self.chunk_size, self._clock, self._emit)
             stats.weight_passes += work.weight_passes
             stats.token_loops += work.token_loops
             stats.head_reads += work.head_reads
             stats.drafted_tokens += sum(r.drafted for r in decoding) - before[0]
             stats.accepted_tokens += sum(r.accepted for r in decoding) - before[1]
+            stats.draft_head_reads += sum(r.draft_reads for r in decoding) - before[2]
             self._measure(memory)
             finished += self._sweep(decoding)
         return finished

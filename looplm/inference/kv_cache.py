@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from looplm.inference.native import Rows
 from looplm.model.cache import LoopIndex
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import CacheStrategy
@@ -48,6 +49,8 @@ class Places(NamedTuple):
     """Place of every position that a row may read, the zero place beyond its end; None where `run` says it."""
     run: slice | None
     """The places of a single row whose positions lie side by side: they are read without being brought together."""
+    rows: Rows | None = None
+    """Single positions that kernels store and read where they lie; `read` and `run` are None then."""
 
 
 class KVCache:
@@ -138,7 +141,8 @@ class KVCache:
 class CacheView:
     """A :class:`~looplm.model.cache.KVCache` over some rows of the engine's cache, for one pass.
 
-    A query reads the keys of its row up to the longest row's length; the layout's mask hides those after itself.
+    A query reads the keys of its row up to the longest row's length; the layout's mask hides those after itself. With
+    `rows`, kernels store and read in place instead (:mod:`looplm.inference.native_block`).
     """
 
     def __init__(self, cache: KVCache, places: Places, loop_idx: LoopIndex) -> None:
@@ -147,6 +151,7 @@ class CacheView:
         self.loops = loop_idx if isinstance(loop_idx, int) else loop_idx[:, None]
         offset = self.loops * cache.stride if per_loop else 0
         self.write = places.write + offset  # (B, S)
+        self.rows = places.rows
         self.run = self.read = None
         if places.run is not None:
             assert isinstance(offset, int)
@@ -161,23 +166,30 @@ class CacheView:
 
         The rows stand at the loops the view was made for; `loop_idx` is not looked at again.
         """
-        gather = self.cache.num_sets == 2 and self.cache.strategy in SHARED and layer in self.cache.core
-        return (
-            self._store(self.cache.keys[layer], keys, gather),
-            self._store(self.cache.values[layer], values, gather),
-        )
+        stored = self.stored(layer)
+        for kept, new in zip(stored, (keys, values), strict=True):
+            kept[self.write] = new
+        self.gather(layer)
+        return self._read(stored[0]), self._read(stored[1])
 
-    def _store(self, stored: Tensor, new: Tensor, gather: bool) -> Tensor:
-        if gather:
-            self._gather(stored, new)
-        stored[self.write] = new
+    def stored(self, layer: int) -> tuple[Float[Tensor, "N K d"], Float[Tensor, "N K d"]]:
+        """All keys and all values of a layer."""
+        return self.cache.keys[layer], self.cache.values[layer]
+
+    def _read(self, stored: Tensor) -> Tensor:
         if self.run is not None:
             return stored[self.run][None]
         assert self.read is not None
         return stored.index_select(0, self.read).unflatten(0, (len(self.write), -1))
 
+    def gather(self, layer: int) -> None:
+        """Brings the second set of a layer, where there is one, up to the loop whose keys have just been stored."""
+        if self.cache.num_sets == 2 and self.cache.strategy in SHARED and layer in self.cache.core:
+            for stored in self.stored(layer):
+                self._gather(stored, stored[self.write])
+
     def _gather(self, stored: Tensor, new: Tensor) -> None:
-        """Brings the second set up to this loop: the mean over loops so far, or loop 1."""
+        """The mean over loops so far, or loop 1."""
         at = self.write + self.cache.stride
         if isinstance(self.loops, int):
             if self.loops == 0:

@@ -33,6 +33,8 @@ class Layout(NamedTuple):
     """One per row; the pieces of a segment follow each other."""
     loop_idx: LoopIndex
     """One for all rows where they agree."""
+    rows: Int[Tensor, "B 4"]
+    """The pieces as numbers."""
     slots: Int[Tensor, " B"]
     positions: Int[Tensor, "B S"]
     """0 at padding."""
@@ -53,9 +55,12 @@ class Layout(NamedTuple):
         return (keys <= self.positions[:, :, None])[:, None]
 
 
-def lay_out(segments: Sequence[Segment], device: torch.device) -> Layout:
-    """Lays out `segments`, cutting long ones into pieces where padding the others to their length would cost more."""
-    width = piece_width([segment.num_positions for segment in segments])
+def lay_out(segments: Sequence[Segment], device: torch.device, width: int | None = None) -> Layout:
+    """Lays out `segments`, cutting long ones into pieces where padding the others to their length would cost more.
+
+    width: columns; None finds the cheapest. With 1, every position is a row.
+    """
+    width = width or piece_width([segment.num_positions for segment in segments])
     pieces: list[Segment] = []
     last_rows: list[int] = []
     for slot, loop_idx, start, stop in segments:
@@ -63,7 +68,8 @@ def lay_out(segments: Sequence[Segment], device: torch.device) -> Layout:
         ends = range(stop - (stop - start - 1) // width * width, stop + 1, width)
         pieces += [Segment(slot, loop_idx, max(start, end - width), end) for end in ends]
         last_rows.append(len(pieces) - 1)
-    slots, loops, starts, stops = torch.tensor(pieces, device=device).T
+    rows = torch.tensor(pieces, device=device)
+    slots, loops, starts, stops = rows.T
     positions = stops[:, None] + torch.arange(-width, 0, device=device)
     real = None
     if any(piece.num_positions < width for piece in pieces):
@@ -71,7 +77,7 @@ def lay_out(segments: Sequence[Segment], device: torch.device) -> Layout:
         positions = torch.where(real, positions, 0)
     alike = all(piece.loop_idx == pieces[0].loop_idx for piece in pieces)
     loop_idx = pieces[0].loop_idx if alike else loops
-    return Layout(pieces, loop_idx, slots, positions, real, max(piece.stop for piece in pieces), last_rows)
+    return Layout(pieces, loop_idx, rows, slots, positions, real, max(piece.stop for piece in pieces), last_rows)
 
 
 def piece_width(lengths: Sequence[int]) -> int:

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from looplm.inference.blocks import BLOCK_SIZE, BlockPool, PrefixIndex, blocks_of, num_blocks_for
 from looplm.inference.kv_cache import SHARED, KVCache, Places, num_sets
 from looplm.inference.layout import Layout
+from looplm.inference.native import Rows
 from looplm.inference.request import Request
+from looplm.model.attention import AttentionContext
+from looplm.model.cache import LoopIndex
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import CacheStrategy
 from looplm.model.looped import LoopedTransformer
@@ -184,11 +187,25 @@ class Memory:
 
     # --- Where the positions of a pass lie ----------------------------------------------------------------------
 
+    def context(
+        self, layout: Layout, loop_idx: LoopIndex, *, in_place: bool = False
+    ) -> tuple[AttentionContext, Int[Tensor, "B S"]]:
+        """What the layers of a pass over `layout` share, and the place of every column. `loop_idx` is 0 for prelude
+        and coda.
+
+        in_place: where every position is a row, kernels store and read it where it lies.
+        """
+        rope = self.cos[layout.positions], self.sin[layout.positions]
+        if in_place and layout.positions.shape[1] == 1:
+            stride = 0 if self.cache.strategy in SHARED else self.cache.stride
+            places, mask = Places(self._write(layout), None, None, Rows(layout.rows, self.table, rope, stride)), None
+        else:
+            places, mask = self.places(layout), layout.mask()
+        return AttentionContext(*rope, mask, self.cache.view(places, loop_idx)), places.write
+
     def places(self, layout: Layout) -> Places:
         """The places that a pass over `layout` writes and reads."""
-        write = self.table[layout.slots[:, None], layout.positions]
-        if layout.real is not None:
-            write = torch.where(layout.real, write, self.cache.trash_place)
+        write = self._write(layout)
         run = self.runs[layout.pieces[0].slot] if len(layout.pieces) == 1 else None
         if run is not None:
             return Places(write, None, slice(run, run + layout.num_keys))
@@ -198,6 +215,6 @@ class Memory:
             read = torch.where(keys <= layout.positions[:, -1:], read, self.cache.zero_place)
         return Places(write, read, None)
 
-    def rope(self, positions: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B S d"], Float[Tensor, "B S d"]]:
-        """Cosine and sine at `positions`."""
-        return self.cos[positions], self.sin[positions]
+    def _write(self, layout: Layout) -> Int[Tensor, "B S"]:
+        write = self.table[layout.slots[:, None], layout.positions]
+        return write if layout.real is None else torch.where(layout.real, write, self.cache.trash_place)

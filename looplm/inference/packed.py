@@ -1,10 +1,12 @@
-"""Matrices laid out for this CPU: bfloat16 weights packed once by oneDNN, where PyTorch packs them at every product.
+"""A model laid out for this CPU: bfloat16 matrices packed once by oneDNN, layers on kernels of our own.
 
-The products are the same, bit for bit in what was tried, and at one row take half the time. The packed matrices stand
-beside the model's own, which stay as they are, so that the weights take twice the memory.
+PyTorch packs bfloat16 weights at every product; packed once, the products are the same, bit for bit in what was tried,
+and at one row take half the time. The packed matrices stand beside the model's own, which stay as they are, so that
+the weights take twice the memory.
 """
 
 import copy
+import logging
 
 import torch
 from jaxtyping import Float
@@ -12,11 +14,18 @@ from torch import Tensor, nn
 
 from looplm.errors import UserError
 from looplm.inference.memory import free_bytes
+from looplm.inference.native import Kernels, LayerArgs, Unavailable
+from looplm.inference.native_block import NativeAttention, NativeBlock, NativeNorm, kernels_for
 from looplm.inference.passes import LanguageModel
+from looplm.model.attention import Attention
+from looplm.model.block import Block
 from looplm.model.looped import LoopedTransformer
+from looplm.model.norm import RMSNorm
 
 SMALLEST = 64
 """Fewer outputs than this are not worth packing: the exit gate."""
+
+log = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Linear):
@@ -38,34 +47,57 @@ class PackedLinear(nn.Linear):
 
 
 class PackedModel:
-    """A language model whose linear layers are packed; all else, parameters included, is that of `original`."""
+    """A language model that computes the same in another way; all its parameters are those of `original`.
+
+    pack: whether linear layers multiply with packed weights. kernels: what layers run on, None for PyTorch alone.
+    """
 
     model: LoopedTransformer
     lm_head: nn.Linear
 
-    def __init__(self, original: LanguageModel) -> None:
+    def __init__(self, original: LanguageModel, *, pack: bool, kernels: Kernels | None) -> None:
+        self.pack, self.kernels = pack, kernels
         self.layers: list[PackedLinear] = []
+        self.blocks: list[NativeBlock] = []
         model, lm_head = self._copy(original.model), self._copy(original.lm_head)
         assert isinstance(model, LoopedTransformer) and isinstance(lm_head, nn.Linear)
         self.model, self.lm_head = model, lm_head
+        self.refresh()
 
     def _copy(self, module: nn.Module) -> nn.Module:
         twin = copy.copy(module)
-        if type(module) is nn.Linear and module.out_features >= SMALLEST:
+        # A dict of its own: what is added to the twin must not become an attribute of the model's layer.
+        twin.__dict__ = dict(module.__dict__)
+        if self.pack and type(module) is nn.Linear and module.out_features >= SMALLEST:
             twin.__class__ = PackedLinear
             assert isinstance(twin, PackedLinear)
-            # A dict of its own: the packed copy must not become an attribute of the model's layer.
-            twin.__dict__ = dict(module.__dict__)
-            twin.pack()
             self.layers.append(twin)
-            return twin
+        elif self.kernels is not None and type(module) in NATIVE:
+            twin.__class__ = NATIVE[type(module)]
+            assert isinstance(twin, NativeNorm | NativeAttention | NativeBlock)
+            twin.kernels = self.kernels
         twin._modules = {name: child and self._copy(child) for name, child in module._modules.items()}
+        if isinstance(twin, NativeBlock):
+            attention = twin.self_attn
+            assert isinstance(attention, NativeAttention)
+            twin.args = attention.args = LayerArgs()
+            self.blocks.append(twin)
         return twin
 
     def refresh(self) -> None:
-        """Packs what has been changed in place since, as an optimizer or `load_state_dict` does."""
+        """Takes up what has been changed since: in place, as an optimizer or `load_state_dict` does, or replaced."""
         for layer in self.layers:
             layer.pack()
+        for block in self.blocks:
+            block.point()
+
+
+NATIVE: dict[type[nn.Module], type[nn.Module]] = {
+    RMSNorm: NativeNorm,
+    Attention: NativeAttention,
+    Block: NativeBlock,
+}
+"""What stands for a module where there are kernels."""
 
 
 def identity(weight: Tensor) -> tuple[int, int]:
@@ -85,17 +117,35 @@ def can_pack(lm: LanguageModel) -> bool:
     return plain and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def packed_model(lm: LanguageModel, wanted: bool | None) -> PackedModel | None:
-    """`lm` packed, or None to run it as it is. `wanted` None: where it helps and there is memory for it.
+def packed_model(lm: LanguageModel, pack: bool | None, native: bool | None = None) -> PackedModel | None:
+    """`lm` laid out for this CPU, or None to run it as it is. None for `pack`: where it helps and there is memory for
+    it; for `native`: where kernels can be had.
 
-    Raises UserError when it is wanted and cannot be.
+    Raises UserError when one of the two is wanted and cannot be.
     """
+    packs, kernels = _packs(lm, pack), _kernels(lm, native)
+    return PackedModel(lm, pack=packs, kernels=kernels) if packs or kernels is not None else None
+
+
+def _packs(lm: LanguageModel, wanted: bool | None) -> bool:
     if wanted is False:
-        return None
+        return False
     possible = can_pack(lm)
     if wanted and not possible:
         raise UserError("pack_weights needs a bfloat16 model on a CPU with bfloat16 products; leave it out.")
     num_bytes = sum(p.nbytes for p in lm.model.parameters()) + lm.lm_head.weight.nbytes
     free = free_bytes(torch.device("cpu"))
     spare = free is None or free > 2 * num_bytes
-    return PackedModel(lm) if possible and (wanted or spare) else None
+    return possible and (wanted is True or spare)
+
+
+def _kernels(lm: LanguageModel, wanted: bool | None) -> Kernels | None:
+    if wanted is False:
+        return None
+    try:
+        return kernels_for(lm.model)
+    except Unavailable as reason:
+        if wanted:
+            raise UserError(f"native_kernels cannot be had: {reason}.") from None
+        log.info("Decoding on PyTorch alone, without kernels of this CPU: %s.", reason)
+        return None

@@ -9,8 +9,12 @@ from torch import Tensor, nn
 
 from looplm.inference.layout import Layout, Segment, lay_out
 from looplm.inference.memory import Memory
-from looplm.model.attention import AttentionContext
+from looplm.inference.native_block import reads_in_place
 from looplm.model.looped import LoopedTransformer
+
+LONGEST_RUN = 32
+"""Positions of one request in a pass, up to which each is a row of its own to the kernels that read in place. Keys of
+longer runs are brought together once for all."""
 
 
 @runtime_checkable
@@ -35,20 +39,25 @@ class Work(NamedTuple):
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+def _layout(model: LoopedTransformer, memory: Memory, segments: Sequence[Segment]) -> tuple[Layout, bool]:
+    """The layout of a pass, and whether kernels read in place: they want every position as a row, and no long runs."""
+    in_place = reads_in_place(model) and all(segment.num_positions <= LONGEST_RUN for segment in segments)
+    return lay_out(segments, memory.device, 1 if in_place else None), in_place
+
+
 def encode(model: LoopedTransformer, memory: Memory, segments: Sequence[Segment], tokens: Sequence[list[int]]) -> None:
     """Embeds new positions, past the prelude: their states before the first loop. `tokens` are those of `segments`."""
-    layout = lay_out(segments, memory.device)
+    layout, in_place = _layout(model, memory, segments)
     width = layout.positions.shape[1]
     rows: list[list[int]] = []
     for piece, segment, ids in by_piece(layout, segments, tokens):
         own = ids[piece.start - segment.start : piece.stop - segment.start]
         rows.append([0] * (width - len(own)) + own)
-    places = memory.places(layout)
-    context = AttentionContext(*memory.rope(layout.positions), layout.mask(), memory.cache.view(places, 0))
+    context, at = memory.context(layout, 0, in_place=in_place)
     embeds = model.encode(torch.tensor(rows, device=memory.device), context)
-    memory.states[places.write] = embeds
+    memory.states[at] = embeds
     if memory.embeds is not None:
-        memory.embeds[places.write] = embeds
+        memory.embeds[at] = embeds
 
 
 def by_piece(
@@ -68,13 +77,12 @@ def core_pass(model: LoopedTransformer, memory: Memory, segments: Sequence[Segme
     States, hidden states and gate logits go to the memory, keys and values to the cache; with `changes` also how far
     the hidden state has moved.
     """
-    layout = lay_out(segments, memory.device)
-    places = memory.places(layout)
-    at, loop_idx = places.write, layout.loop_idx
+    layout, in_place = _layout(model, memory, segments)
+    loop_idx = layout.loop_idx
+    context, at = memory.context(layout, loop_idx, in_place=in_place)
     states = memory.states[at]  # (B, S, D)
     # Without injection nothing reads the embeddings.
     embeds = states if memory.embeds is None else memory.embeds[at]
-    context = AttentionContext(*memory.rope(layout.positions), layout.mask(), memory.cache.view(places, loop_idx))
     result = model.readout(model.run_core(states, loop_idx, embeds, context))
     loops = loop_idx if isinstance(loop_idx, int) else loop_idx[:, None]
     if changes:
@@ -94,8 +102,8 @@ def coda_pass(
     if not model.coda or not segments:
         return hidden
     layout = lay_out(segments, memory.device)
-    view = memory.cache.view(memory.places(layout), 0)
-    return model.run_coda(hidden, 0, AttentionContext(*memory.rope(layout.positions), layout.mask(), view))
+    context, _ = memory.context(layout, 0, in_place=reads_in_place(model))
+    return model.run_coda(hidden, 0, context)
 
 
 def read(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from looplm.errors import UserError
+from looplm.inference.capacity import DoesNotFit
 from looplm.inference.exit_policy import ExitPolicy, FixedDepth, QuantileExit
 from looplm.inference.passes import LanguageModel
 from looplm.inference.sampling import SamplingParams, check_text, whole_numbers
@@ -44,7 +45,17 @@ class CheckpointModel(LanguageModel, Protocol):
 def read_prompt(
     prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, max_len: int
 ) -> list[list[int]]:
-    """The token ids of a prompt, part by part. Raises UserError when it cannot be continued as `sampling` asks."""
+    """The token ids of a prompt, part by part. Raises UserError when it cannot be continued as `sampling` asks, and
+    DoesNotFit when it is too long."""
+    parts = prompt_parts(prompt, sampling, tokenizer, vocab_size)
+    check_length(parts, sampling, max_len)
+    return parts
+
+
+def prompt_parts(
+    prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
+) -> list[list[int]]:
+    """As `read_prompt`, whatever the length."""
     given = prompt.parts if isinstance(prompt, Parts) else (prompt,)
     parts = [part_token_ids(part, tokenizer, first=not i) for i, part in enumerate(given)]
     if not parts or not all(parts):
@@ -53,16 +64,20 @@ def read_prompt(
     for token in (token for part in parts for token in part):
         if not 0 <= token < vocab_size:
             raise UserError(f"The prompt has the token id {token}, outside the vocabulary of {vocab_size}.")
-    prompt_tokens = sum(len(part) for part in parts)
-    length = prompt_tokens + sampling.max_tokens
-    if length > max_len:
-        raise UserError(
-            f"The prompt has {prompt_tokens} tokens; with max_tokens {sampling.max_tokens} that is {length}, "
-            f"more than the {max_len} positions of the context. Shorten the prompt or lower max_tokens."
-        )
     if sampling.stop and tokenizer is None:
         raise UserError("Stop strings need a tokenizer: give the engine one, or use stop_token_ids.")
     return parts
+
+
+def check_length(parts: Sequence[list[int]], sampling: SamplingParams, max_len: int) -> None:
+    """Raises DoesNotFit for a prompt that with `max_tokens` goes over the context."""
+    prompt_tokens = sum(len(part) for part in parts)
+    length = prompt_tokens + sampling.max_tokens
+    if length > max_len:
+        raise DoesNotFit(
+            f"The prompt has {prompt_tokens} tokens; with max_tokens {sampling.max_tokens} that is {length}, "
+            f"more than the {max_len} positions of the context. Shorten the prompt or lower max_tokens."
+        )
 
 
 def part_token_ids(part: object, tokenizer: Tokenizer | None, *, first: bool) -> list[int]:

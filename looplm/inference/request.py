@@ -13,11 +13,12 @@ from looplm.inference.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from looplm.inference.screening import Failed, Screen, Verdict
-    from looplm.inference.speculative import Speculation
+    from looplm.inference.speculative import DraftHead, Speculation
 
 FinishReason = Literal["stop", "length", "error", "screened", "cancelled"]
-"""stop: an end token or stop string; length: max_tokens; error: the model gave non-finite logits, or a screen failed;
-screened: a screen ended the text; cancelled: `Engine.cancel` was called."""
+"""stop: an end token or stop string; length: max_tokens; error: the model gave non-finite logits, a screen failed, or
+the request was too long for context or memory; screened: a screen ended the text; cancelled: `Engine.cancel` was
+called."""
 
 
 @dataclass(eq=False)
@@ -98,6 +99,8 @@ class Request:
     catches_up: bool = True
     """Whether positions that left early are computed deeper when a later token needs them (`per_loop`)."""
     speculation: "Speculation | None" = None
+    draft_head: "DraftHead | None" = None
+    """What drafts are read with, where that is not the LM head."""
     screen: "Screen | None" = None
     family: "Family | None" = None
     """The samples of its prompt, where one computation serves them all."""
@@ -127,6 +130,8 @@ class Request:
     prompt_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    refused: bool = False
+    """Whether it has never begun, being too long for the context or for memory: `error` says which."""
     prefix: Prefix | None = None
     """What is kept of its prompt for others."""
     draft_length: int = 0
@@ -134,9 +139,15 @@ class Request:
     drafted: int = 0
     """Tokens drafted and tested so far, for an adaptive draft length."""
     accepted: int = 0
+    draft_reads: int = 0
+    """Rows that `draft_head` has read."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = [token for part in self.parts for token in part]
+
+    def refuse(self, error: str) -> None:
+        """Ends it before it has begun."""
+        self.refused, self.error, self.finish_reason = True, error, "error"
 
     @property
     def prefilling(self) -> bool:

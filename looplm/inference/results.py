@@ -62,6 +62,8 @@ class EngineStats:
     """Positions times loops computed in decoding, drafts that did not stand included; padding is not counted."""
     head_reads: int = 0
     """Rows read by the LM head in decoding: one a token, and one more a loop under ConfidenceExit, one a draft."""
+    draft_head_reads: int = 0
+    """Rows read by the head of a part of the vocabulary instead (`Speculation.draft_vocab`)."""
     prompt_weight_passes: int = 0
     prompt_token_loops: int = 0
     prompt_head_reads: int = 0

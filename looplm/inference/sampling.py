@@ -187,10 +187,14 @@ def sample_with_probs(
     return tokens, drawn_from
 
 
+def widened(logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
+    """In float32 or wider. On a CPU comparing bfloat16 numbers takes many times as long as widening them first."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def token_logprobs(logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
     """Log-probability of `tokens` under the model itself, before temperature and filters; float32 or wider."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    return widened(logits).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
 def all_finite(logits: Float[Tensor, "N V"]) -> Bool[Tensor, " N"]:

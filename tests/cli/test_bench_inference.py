@@ -6,7 +6,7 @@ import sys
 import pytest
 import typer
 
-from looplm.cli import bench_inference
+from looplm.cli import bench_cache, bench_inference
 from looplm.cli import main as cli
 
 
@@ -65,4 +65,37 @@ def test_drafts_are_measured_on_the_shipped_checkpoint(run):
 )
 def test_bad_options_are_a_message_and_status_2(command, options, message, run):
     status, _, err = run(command, *options)
+    assert status == 2 and message in err
+
+
+def test_caches_are_compared_on_text_and_on_fold(run, tmp_path):
+    """Tiny: three short texts of the user's own, a fold model of a few steps."""
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"Return the number of {name}. " * 30, encoding="utf-8")
+    status, out, _ = run(
+        bench_cache.cache, "--data", tmp_path / "*.txt", "--texts", 3, "--prompt-tokens", 6, "--scored-tokens", 4,
+        "--fold-steps", 2, "--json", tmp_path / "figures.json",
+    )  # fmt: skip
+    assert status == 0
+    for text in ("3 texts of 6 + 4 tokens from 3 documents", "Held-out text, all 4 loops", "exit threshold 0.3",
+                 "fold, all 4 loops", "fold, exit threshold 0.5"):  # fmt: skip
+        assert text in out
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert [len(points) for points in report.values()] == [10, 10, 5, 5]
+    assert {point["strategy"] for point in report["fold, FixedDepth(num_loops=4)"]} == {
+        "per_loop", "fill", "last", "mean", "first"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "no/such/*.txt"], "no/such"),
+        (["--scored-tokens", "100000", "--no-fold"], "No held-out text has 100064 tokens"),
+        (["--exit-threshold", "-1", "--no-fold"], "exit threshold is -1"),
+        (["--json", "/no/such/folder/figures.json"], "cannot be written"),
+    ],
+)
+def test_bad_options_of_cache_are_a_message_and_status_2(options, message, run):
+    status, _, err = run(bench_cache.cache, *options)
     assert status == 2 and message in err

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -246,7 +247,7 @@ def test_a_prompt_the_model_breaks_on_has_no_answer_and_the_others_do(checkpoint
     output = tmp_path / "answers.jsonl"
     for _ in range(2):
         status, _, err = run(broken, "--input", prompts, "--output", output, "--max-tokens", 1)
-        assert status == 2 and "prompts.jsonl, line 4: the model gave logits that are not finite" in err
+        assert status == 2 and "prompts.jsonl, line 4: no answer. The model gave logits that are not finite" in err
         assert [answer["index"] for answer in read_answers(output)] == [0, 1, 2, 4]
 
 
@@ -386,7 +387,6 @@ def test_other_options_do_not_mix_with_earlier_answers(checkpoint, prompts, tmp_
         (b'{"prompt": "a"}\n{"prompt": "\\ud800"}\n', 'line 2: "prompt" is not valid Unicode text'),
         (b'{"prompt": "a"}\n' + b'{"prompt":' * 100_000, "line 2: the JSON is nested too deeply"),
         (b'{"prompt": "a"}\n{"prompt": ' + b"9" * 5000 + b"}\n", "line 2: the JSON cannot be read"),
-        (b'{"prompt": "a"}\n{"prompt": "' + b"xyz" * 40 + b'"}\n', "line 2: The prompt has 120 tokens"),
     ],
 )
 def test_a_bad_line_is_named(content, message, checkpoint, tmp_path, run):
@@ -396,6 +396,47 @@ def test_a_bad_line_is_named(content, message, checkpoint, tmp_path, run):
     assert (status, out) == (2, "")
     assert message in err
     assert not output.exists() or output.read_bytes() == b""
+
+
+def test_a_prompt_that_is_too_long_has_no_answer_and_the_others_do(checkpoint, tmp_path, run):
+    (tmp_path / "prompts.jsonl").write_bytes(
+        b'{"prompt": "a"}\n{"prompt": "' + b"xyz" * 40 + b'"}\n{"prompt": "b"}\n{"prompt": "' + b"x" * 99 + b'"}\n'
+    )
+    output = tmp_path / "answers.jsonl"
+    for _ in range(2):
+        status, _, err = run(checkpoint, "--input", tmp_path / "prompts.jsonl", "--output", output, "--max-tokens", 2)
+        assert status == 2 and "line 2, 4: no answer. The prompt has 120 tokens" in err
+        assert [answer["index"] for answer in read_answers(output)] == [0, 2]
+    status, out, err = run(checkpoint, "--prompt", "xyz" * 40, "--max-tokens", 2)
+    assert (status, out) == (2, "") and "The prompt has 120 tokens" in err
+
+
+def test_killed_it_goes_on_where_it_was(checkpoint, tmp_path, run):
+    """A process of its own, killed with nothing to clean up after it; what it has written is kept and continued."""
+    texts = [f"the cat {i}" for i in range(150)]
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    options = ["--max-tokens", 9, "--temperature", 1, "--seed", 5]
+    arguments = [checkpoint, "--input", prompts, "--output", output, *options]
+    process = subprocess.Popen([sys.executable, "-m", "looplm", "generate", *map(str, arguments)])
+    try:
+        while not output.exists() or not output.stat().st_size:
+            assert process.poll() is None, "it had finished before it could be killed"
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.wait()
+    done = output.read_bytes().count(b"\n")
+    assert 0 <= done < 150
+    status, out, _ = run(*arguments)
+    assert status == 0 and (not done or f"{done} of 150 prompts are answered already" in out)
+    answers = read_answers(output)
+    assert [answer["index"] for answer in answers] == list(range(150))
+    alone = Engine(load(checkpoint), load_tokenizer(checkpoint))
+    for index in (0, 75, 149):
+        params = SamplingParams(max_tokens=9, temperature=1, seed=5 + index)
+        (expected,) = alone.generate([texts[index]], params)
+        assert answers[index]["token_ids"] == expected.token_ids
 
 
 def test_a_missing_input_or_an_unwritable_output_is_said_before_the_model_is_loaded(prompts, tmp_path, run):

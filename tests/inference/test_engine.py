@@ -11,6 +11,7 @@ import torch
 
 from looplm.data.tokenizer import train_tokenizer
 from looplm.errors import UserError
+from looplm.inference import capacity
 from looplm.inference.engine import Engine
 from looplm.inference.exit_policy import FixedDepth, QuantileExit
 from looplm.inference.results import EngineStats
@@ -225,6 +226,65 @@ def test_prompts_that_cannot_be_served_are_refused_before_anything_runs(prompts,
     with pytest.raises(UserError, match=message):
         engine.generate(prompts, TWELVE)
     assert engine.stats == EngineStats()
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("strategy", ["per_loop", "mean"])
+def test_a_prompt_that_is_too_long_is_refused_alone(limit, strategy, make_lm):
+    """Over the context, or over the memory limit: its results say so, and the others are what they are alone."""
+    lm = make_lm()
+    memory_bytes = None if limit is None else capacity.bytes_for(lm.model, strategy, limit, 4)
+    engine = Engine(lm, kv_cache=strategy, memory_bytes=memory_bytes)
+    long = [1] * (60 if limit is None else 30)
+    params = replace(TWELVE, n=2, temperature=1.0, seed=4)
+    results = list(engine.generate([[1, 2], long, [3]], [TWELVE, params, TWELVE], FixedDepth(4)))
+    assert [(r.index, r.sample) for r in results] == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    for result in results[1:3]:
+        assert (result.finish_reason, result.token_ids, result.loops, result.token_loops) == ("error", [], [], [])
+        assert result.prompt_token_ids == long
+        assert result.error.startswith("The prompt has 60 tokens" if limit is None else "41 positions at 4 loops take")
+    for result, prompt in ((results[0], [1, 2]), (results[3], [3])):
+        (alone,) = Engine(lm, kv_cache=strategy).generate([prompt], TWELVE, FixedDepth(4))
+        assert result == replace(alone, index=result.index)
+    with pytest.raises(UserError, match="Prompt 0: (The prompt has 60|41 positions)"):
+        engine.generate([long], TWELVE, FixedDepth(4))
+    with pytest.raises(UserError, match="Prompt 0: (The prompt has 60|41 positions)"):
+        engine.submit(long, TWELVE, FixedDepth(4))
+    assert engine.num_unfinished == 0
+
+
+def test_what_the_system_has_no_memory_for_is_refused_alone(make_lm):
+    """Ten to the fourteen loops: a step does not raise, and what waits beside it runs."""
+    lm = make_lm()
+    (alone,) = Engine(lm).generate([[1, 2]], TWELVE, FixedDepth(4))
+    engine = Engine(lm)
+    (before,) = engine.submit([1, 2], TWELVE, FixedDepth(4), index=1)
+    (deep,) = engine.submit([1, 2], TWELVE, FixedDepth(10**14), index=2)
+    (after,) = engine.submit([1, 2], TWELVE, FixedDepth(4), index=3)
+    results = []
+    while engine.num_unfinished:
+        results += engine.step()
+    assert sorted(result.index for result in results) == [1, 2, 3]
+    assert deep.finish_reason == "error" and deep.error.startswith("No memory for 16 positions")
+    assert before.token_ids == after.token_ids == alone.token_ids
+    one, other = engine.generate([[1, 2], [1, 2]], TWELVE, [FixedDepth(4), FixedDepth(10**14)])
+    assert one.token_ids == alone.token_ids and other.error == deep.error
+
+
+def test_a_request_has_no_result_before_it_has_finished(make_lm):
+    engine = Engine(make_lm())
+    (request,) = engine.submit([1], TWELVE, FixedDepth(1))
+    with pytest.raises(UserError, match="not finished"):
+        engine.result(request)
+
+
+def test_a_stream_of_what_does_not_fit_is_refused(text_engine):
+    engine, _ = text_engine
+    with pytest.raises(UserError, match="No memory for"):
+        next(engine.stream("the cat", TWELVE, FixedDepth(10**14)))
+    with pytest.raises(UserError, match="positions of the context"):
+        engine.stream("the cat" * 40, TWELVE)
+    assert engine.num_unfinished == 0
 
 
 def test_the_context_can_be_filled_to_the_last_position(make_lm):

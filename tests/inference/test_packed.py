@@ -63,7 +63,7 @@ def test_what_was_computed_with_other_weights_is_not_used_again(make_lm):
 @needs_bf16
 def test_a_forward_is_bit_for_bit(make_lm):
     lm = wide(make_lm)
-    packed = PackedModel(lm)
+    packed = PackedModel(lm, pack=True, kernels=None)
     input_ids = torch.tensor([[5, 6, 7, 8]])
     with torch.inference_mode():
         assert torch.equal(lm.model(input_ids).loop_hidden_states[-1], packed.model(input_ids).loop_hidden_states[-1])
@@ -71,6 +71,6 @@ def test_a_forward_is_bit_for_bit(make_lm):
 
 def test_other_dtypes_run_as_they_are(make_lm):
     lm = make_lm()
-    assert not can_pack(lm) and packed_model(lm, None) is None
+    assert not can_pack(lm) and packed_model(lm, None, False) is None
     with pytest.raises(UserError, match="pack_weights needs a bfloat16 model"):
         Engine(lm, pack_weights=True)

@@ -11,6 +11,7 @@ from looplm.inference.prompts import Parts
 from looplm.inference.sampling import SamplingParams
 from looplm.inference.speculative import Speculation
 
+SHAPES = ["ouro", "gqa", "scalar_lora", "prelude_coda", "raw_state", "prelude_raw"]
 EXITS = [
     QuantileExit(0.3),
     QuantileExit(0.5),
@@ -85,19 +86,29 @@ def random_engine(lm, rng, **options):
     )
 
 
+def few_and_many(names, many_names, count, many):
+    """`count` schedules for each of `names`, and, among the slow tests, `many` others for each of `many_names`."""
+    return [(name, count, 1) for name in names] + [
+        pytest.param(name, many, 2, marks=pytest.mark.slow) for name in many_names
+    ]
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("shape", ["scalar_lora", "prelude_coda", "raw_state"])
-def test_exact_cache(shape, make_lm):
-    rng = random.Random(shape)
-    lm = make_lm(shape)
+@pytest.mark.parametrize(
+    ("shape", "count", "seed"), few_and_many(["scalar_lora", "prelude_coda", "raw_state"], SHAPES, 6, 40)
+)
+def test_exact_cache(shape, count, seed, make_lm):
+    rng = random.Random(f"{shape} {seed}")
+    lm = make_lm(shape, seed)
     cases = make_cases(rng)
     oracle = {
         (i, j): reference.generate(lm, prompt, sampling, exit, sample_index=j)
         for i, (prompt, sampling, exit) in enumerate(cases)
         for j in range(sampling.n)
     }
-    assert {loop for expected in oracle.values() for loop in expected.loops} == {1, 2, 3, 4, 5}
-    for _ in range(6):
+    depths = {loop for expected in oracle.values() for loop in expected.loops}
+    assert len(depths) >= 4, "the gates of this model do not mix depths, so this test shows little"
+    for _ in range(count):
         engine = random_engine(lm, rng)
         for case, result in run_schedule(engine, cases, rng).items():
             assert (result.token_ids, result.loops) == (oracle[case].token_ids, oracle[case].loops)
@@ -106,33 +117,38 @@ def test_exact_cache(shape, make_lm):
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("shape", ["gqa", "raw_state"])
-def test_speculation(shape, make_lm):
+@pytest.mark.parametrize(
+    ("shape", "count", "seed"), few_and_many(["gqa", "raw_state"], ["ouro", "scalar_lora"], 8, 40)
+)
+def test_speculation(shape, count, seed, make_lm):
     """Greedy text is the oracle's with any draft; depths are those of the policy."""
-    rng = random.Random(shape)
-    lm = make_lm(shape)
+    rng = random.Random(f"{shape} {seed}")
+    lm = make_lm(shape, seed)
     cases = make_cases(rng, greedy=True)
     oracle = [reference.generate(lm, *case) for case in cases]
     drafted = accepted = 0
-    for _ in range(8):
+    for _ in range(count):
         engine = random_engine(lm, rng)
-        speculation = Speculation(rng.choice([1, 1, 2, 3]), rng.choice([None, 1, 2, 4]))
+        vocab = rng.choice([None, 9, (1, 2, 25, 11)])
+        speculation = Speculation(rng.choice([1, 1, 2, 3]), rng.choice([None, 1, 2, 4]), vocab)
         for (case, _), result in run_schedule(engine, cases, rng, speculation=speculation).items():
             assert (result.token_ids, result.loops) == (oracle[case].token_ids, oracle[case].loops)
             assert result.logprobs == pytest.approx(oracle[case].logprobs, abs=1e-7)
         assert_nothing_is_held(engine)
         drafted, accepted = drafted + engine.stats.drafted_tokens, accepted + engine.stats.accepted_tokens
-    assert 0 < accepted < drafted
+    # The loops of raw_state hardly ever agree: its drafts show that nothing of a refused one stays.
+    assert accepted < drafted and (accepted or shape == "raw_state")
+
+
+APPROXIMATE = {"fill": "prelude_coda", "last": "scalar_lora", "mean": "prelude_coda", "first": "raw_state"}
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("strategy", ["fill", "last", "mean", "first"])
-def test_shared_caches(strategy, make_lm):
+@pytest.mark.parametrize(("strategy", "count", "seed"), few_and_many(APPROXIMATE, APPROXIMATE, 8, 25))
+def test_shared_caches(strategy, count, seed, make_lm):
     """Prompts in parts: shared where they begin with the same parts, and never otherwise."""
-    rng = random.Random(strategy)
-    lm = make_lm(
-        {"fill": "prelude_coda", "last": "scalar_lora", "mean": "prelude_coda", "first": "raw_state"}[strategy]
-    )
+    rng = random.Random(f"{strategy} {seed}")
+    lm = make_lm(APPROXIMATE[strategy], seed)
     cases = []
     for prompt, sampling, exit in make_cases(rng, greedy=True):
         parts = [prompt[:17], prompt[17:]] if len(prompt) > 17 else [prompt]
@@ -141,7 +157,7 @@ def test_shared_caches(strategy, make_lm):
         reference_shared.generate(lm, [sum(p.parts, ())] if strategy == "fill" else p.parts, sampling, exit, strategy)
         for p, sampling, exit in cases
     ]
-    for _ in range(8):
+    for _ in range(count):
         engine = random_engine(lm, rng, kv_cache=strategy)
         for (case, _), result in run_schedule(engine, cases, rng).items():
             assert (result.token_ids, result.loops) == (oracle[case].token_ids, oracle[case].loops)

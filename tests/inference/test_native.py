@@ -1,0 +1,228 @@
+"""Kernels of this CPU do what the model's own layers do, in place; without them PyTorch does it and says so."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from looplm.errors import UserError
+from looplm.inference import native
+from looplm.inference.engine import Engine
+from looplm.inference.exit_policy import FixedDepth, QuantileExit
+from looplm.inference.layout import Segment, lay_out
+from looplm.inference.memory import Memory
+from looplm.inference.native_block import FEW, NativeBlock
+from looplm.inference.packed import PackedModel, kernels_for, packed_model
+from looplm.inference.request import Request
+from looplm.inference.sampling import SamplingParams
+
+TEN = SamplingParams(max_tokens=10, logprobs=True)
+built = not isinstance(native.library(), native.Unavailable)
+needs_kernels = pytest.mark.skipif(not built, reason="there is no C++ compiler here")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+PLACEMENTS = ["ouro", "pre", "magic", "post", "sandwich"]
+
+
+def filled_memory(model, strategy="per_loop"):
+    """A memory with two requests of 40 positions whose places do not lie side by side, and keys everywhere."""
+    memory = Memory(model, strategy, num_slots=3, num_blocks=9, num_loops=4)
+    taken = memory.blocks.take(2)
+    for slot in (2, 0):
+        request = Request(
+            index=0, sample=0, parts=[[1] * 40], sampling=TEN, exit=FixedDepth(4), max_loops=4,
+            end_token_ids=frozenset(), generator=None,
+        )  # fmt: skip
+        memory.reserve(request, slot, [])
+        if taken:
+            memory.blocks.drop(taken[:1])
+            taken = taken[1:]
+    generator = torch.Generator().manual_seed(3)
+    for stored in (*memory.cache.keys, *memory.cache.values):
+        stored.copy_(torch.randn(stored.shape, generator=generator, dtype=torch.float64))
+    return memory
+
+
+def both_ways(lm, dtype, strategy, segments):
+    """One core pass over `segments`, by kernels and by PyTorch: states, and all keys and values."""
+    lm = lm.to(dtype)
+    native_model = PackedModel(lm, pack=False, kernels=kernels_for(lm.model)).model
+    results = []
+    for model, width in ((native_model, 1), (lm.model, None)):
+        memory = filled_memory(lm.model, strategy)
+        layout = lay_out(segments, memory.device, width)
+        context, at = memory.context(layout, layout.loop_idx, in_place=width == 1)
+        states = torch.randn(memory.states.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(
+            dtype
+        )
+        with torch.inference_mode():
+            memory.states[at] = model.run_core(states[at], layout.loop_idx, states[at].flip(-1), context)
+        memory.states[memory.cache.trash_place] = 0
+        for stored in (*memory.cache.keys, *memory.cache.values):
+            stored[memory.cache.trash_place :: memory.cache.stride] = 0
+        results.append((memory.states, *memory.cache.keys, *memory.cache.values))
+    return results
+
+
+MIXED = [Segment(2, 1, 20, 24), Segment(0, 3, 0, 1), Segment(2, 0, 30, 31), Segment(0, 0, 38, 40)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize("shape", ["ouro", "gqa", "scalar_lora", "raw_state"])
+def test_a_pass_is_that_of_pytorch(shape, few, make_lm, monkeypatch):
+    monkeypatch.setitem(FEW, torch.float64, few)
+    for ours, theirs in zip(*both_ways(make_lm(shape), torch.float64, "per_loop", MIXED), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@needs_kernels
+@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_norm_placement(placement, few, make_lm, monkeypatch):
+    monkeypatch.setitem(FEW, torch.float64, few)
+    lm = make_lm("gqa", norm_placement=placement, mlp_bias=True, attention_output_bias=True)
+    for ours, theirs in zip(*both_ways(lm, torch.float64, "per_loop", MIXED), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@needs_kernels
+@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 64, 50])
+def test_whole_vectors_and_what_is_left_over(head_dim, dtype, few, make_lm, monkeypatch):
+    """Sizes that fill 64 bytes, and sizes that do not."""
+    monkeypatch.setitem(FEW, dtype, few)
+    hidden, wide = (128, 192) if head_dim != 50 else (75, 53)
+    lm = make_lm("gqa", hidden_size=hidden, intermediate_size=wide, head_dim=head_dim)
+    for ours, theirs in zip(*both_ways(lm, dtype, "per_loop", MIXED), strict=True):
+        size = theirs.abs().max().item()
+        assert (ours - theirs).abs().max().item() <= TOLERANCE[dtype] * size
+
+
+@needs_kernels
+@pytest.mark.parametrize("strategy", ["fill", "last", "mean", "first"])
+def test_every_cache_strategy(strategy, make_lm):
+    segments = [Segment(2, 1, 20, 21), Segment(0, 0, 38, 39)]
+    for ours, theirs in zip(*both_ways(make_lm("gqa"), torch.float64, strategy, segments), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_share_the_work(threads, make_lm):
+    lm = make_lm("gqa").double()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for ours, theirs in zip(*both_ways(lm, torch.float64, "per_loop", MIXED), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+def test_texts_are_those_of_pytorch(make_lm, make_prompts):
+    lm, prompts = make_lm("gqa"), make_prompts(6)
+    engine = Engine(lm, native_kernels=True)
+    assert engine._packed is not None and all(isinstance(b, NativeBlock) for b in engine._packed.model.layers)
+    ours = list(engine.generate(prompts, TEN, QuantileExit(0.5)))
+    theirs = list(Engine(lm, native_kernels=False).generate(prompts, TEN, QuantileExit(0.5)))
+    assert [(r.token_ids, r.loops) for r in ours] == [(r.token_ids, r.loops) for r in theirs]
+    assert not any(isinstance(module, NativeBlock) for module in lm.modules())
+
+
+@needs_kernels
+def test_numbers_that_are_not_finite_stay_so(make_lm):
+    lm = make_lm("ouro")
+    with torch.no_grad():
+        lm.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    (result,) = Engine(lm, native_kernels=True).generate([[1, 2, 3]], TEN, FixedDepth(4))
+    assert result.finish_reason == "error"
+
+
+@needs_kernels
+def test_weights_that_are_replaced_are_noticed(make_lm):
+    lm = make_lm()
+    engine = Engine(lm, native_kernels=True)
+    list(engine.generate([[1, 2, 3]], TEN, FixedDepth(4)))
+    layer = lm.model.layers[0].mlp.up_proj
+    layer.weight.data = -1.5 * layer.weight.data
+    (after,) = engine.generate([[1, 2, 3]], TEN, FixedDepth(4))
+    (fresh,) = Engine(lm, native_kernels=False).generate([[1, 2, 3]], TEN, FixedDepth(4))
+    assert after.token_ids == fresh.token_ids
+
+
+# --- Where there are none -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    """A machine on which nothing has been built yet."""
+    native.library.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def assert_pytorch_does_it(lm, caplog, reason):
+    caplog.set_level(logging.INFO)
+    (result,) = Engine(lm).generate([[1, 2, 3]], TEN, FixedDepth(4))
+    assert len(result.token_ids) == 10
+    assert reason in caplog.text and "PyTorch alone" in caplog.text
+    with pytest.raises(UserError, match="native_kernels cannot be had"):
+        Engine(lm, native_kernels=True)
+
+
+def test_without_a_compiler(no_library, make_lm, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(no_library))
+    monkeypatch.delenv("CXX", raising=False)
+    assert_pytorch_does_it(make_lm(), caplog, "no C++ compiler was found")
+
+
+def test_with_a_compiler_that_fails(no_library, make_lm, monkeypatch, caplog):
+    broken = no_library / "c++"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho cannot do that >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert_pytorch_does_it(make_lm(), caplog, "could not build them: cannot do that")
+
+
+def test_with_a_home_that_is_no_directory(no_library, make_lm, monkeypatch, caplog):
+    file = no_library / "file"
+    file.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setenv("CXX", sys.executable)  # answers --version; is not asked for more
+    assert_pytorch_does_it(make_lm(), caplog, "could not build them")
+
+
+@pytest.mark.parametrize("way", ["hook", "forward", "dtypes"])
+def test_a_model_that_is_not_plain_runs_as_it_is(way, make_lm):
+    lm = make_lm()
+    if way == "hook":
+        lm.model.layers[0].register_forward_hook(lambda *_: None)
+    elif way == "forward":
+        lm.model.run_core = lm.model.run_core
+    else:
+        lm.model.norm.float()
+    assert packed_model(lm, False) is None
+
+
+@needs_kernels
+def test_two_processes_may_build_at_one_time(tmp_path):
+    code = "from looplm.inference import native; print(type(native.library()).__name__)"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate()[0].strip() for process in both] == ["CDLL", "CDLL"]
+    assert [path.suffix for path in (tmp_path / "looplm").iterdir()] == [".so"]
+
+
+def test_nothing_is_built_at_import():
+    code = "import looplm.inference; from looplm.inference import native; print(native.library.cache_info().currsize)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "0"
