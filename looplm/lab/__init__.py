@@ -1,5 +1,6 @@
 """Controlled experiments on synthetic tasks, where the right answer and the depth it needs are known.
 
-Reading order: `fold` (a task, its examples and its training stream) -> `fold_evaluation` (accuracy and depth by
-difficulty) -> `fold_recipe` (a model and the stages that train it).
+Reading order: `task` (what a task is, its streams) -> `fold` (the smallest) -> `mano`, `multihop`, `reachability_task`
+-> `task_evaluation` (accuracy and depth by difficulty). `fold_recipe` trains the quickstart's model; `reachability` is
+the theorem's transformer, written down. `capo` measures storage. `study` runs grids of models over any of them.
 """

@@ -15,16 +15,30 @@ From k = 2 on, one expression in ten is held out: training never draws it, evalu
 is measured is folding and not memory. At k = 1 there is only the table itself, which training must see whole.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from looplm.data.packing import IGNORE_INDEX
 from looplm.errors import UserError
+from looplm.evaluation.record import LoopLM
+from looplm.lab.task import (
+    QUESTIONS,
+    Documents,
+    TaskDocuments,
+    at_least_one,
+    checked_seed,
+    fill_up,
+    task_tokenizer,
+)
+from looplm.lab.task_evaluation import task_figures
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 BASE = 10
 """Digits, which are their own token ids."""
@@ -32,17 +46,59 @@ PAD = BASE
 VOCAB_SIZE = BASE + 1
 FIRST_HELD_OUT_K = 2
 
-_TABLE, _MARKS, _STREAM, _EXAMPLES = range(4)  # keep the draws of one seed apart
+_TABLE, _MARKS = range(2)  # like task.STREAM, keep the draws of one seed apart
 
 
+@dataclass(frozen=True)
 class FoldTask:
     """Expressions of 1 to `max_k` table lookups. Raises UserError for `max_k` below 1 or a negative seed."""
 
-    def __init__(self, max_k: int = 4, seed: int = 0) -> None:
-        self.max_k, self.seed = _at_least_one("max_k", max_k), _checked_seed(seed)
-        rng = np.random.default_rng((_TABLE, seed))
-        self.table = torch.from_numpy(np.stack([rng.permutation(BASE) for _ in range(BASE)]))
-        """(10, 10) int64, table[folded so far][next digit]."""
+    name: ClassVar = "fold"
+    level_name: ClassVar = "k"
+    max_k: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one("max_k", self.max_k)
+        checked_seed(self.seed)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return tuple(range(1, self.max_k + 1))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (*map(str, range(BASE)), "<pad>")
+
+    @property
+    def max_len(self) -> int:
+        return self.max_k + 2
+
+    @cached_property
+    def table(self) -> Int[Tensor, "10 10"]:
+        """table[folded so far][next digit], int64."""
+        rng = np.random.default_rng((_TABLE, self.seed))
+        return torch.from_numpy(np.stack([rng.permutation(BASE) for _ in range(BASE)]))
+
+    def draw(self, count: int, rng: np.random.Generator) -> Documents:
+        """See :class:`~looplm.lab.task.Task`: each expression has its own k, uniform in 1..max_k."""
+        ks = torch.from_numpy(rng.integers(1, self.max_k + 1, size=count))
+        documents = []
+        for k in self.levels:
+            rows = (ks == k).nonzero()[:, 0]
+            documents.append((rows, self.answered(self.expressions(k, len(rows), rng, held_out=False))))
+        return fill_up(documents, count, self.max_len, PAD)
+
+    def questions(self, level: int, count: int, seed: int) -> Int[Tensor, "N S"]:
+        """See :class:`~looplm.lab.task.Task`: at k = 1 any expression; k may exceed `max_k`."""
+        rng = np.random.default_rng((QUESTIONS, checked_seed(seed), level))
+        return self.answered(
+            self.expressions(at_least_one("k", level), at_least_one("count", count), rng, held_out=True)
+        )
+
+    def answered(self, digits: Int[Tensor, "N m"]) -> Int[Tensor, "N S"]:
+        """Expressions with their answers behind them."""
+        return torch.cat((digits, self.fold(digits)[:, None]), dim=1)
 
     def fold(self, digits: Int[Tensor, "N m"]) -> Int[Tensor, " N"]:
         """Folds each row of digits from the left; a single digit is its own result."""
@@ -59,7 +115,7 @@ class FoldTask:
         marks = torch.from_numpy(self._marks(k))
         return marks[torch.arange(k + 1), digits].sum(1) % BASE == 0
 
-    def draw(self, k: int, count: int, rng: np.random.Generator, held_out: bool) -> Int[Tensor, "N m"]:
+    def expressions(self, k: int, count: int, rng: np.random.Generator, held_out: bool) -> Int[Tensor, "N m"]:
         """`count` expressions of k lookups, (count, k + 1) digits: uniform over those held out, or over the rest."""
         digits = rng.integers(BASE, size=(count, k + 1))
         if k >= FIRST_HELD_OUT_K:
@@ -70,26 +126,13 @@ class FoldTask:
             digits[:, k] = np.argsort(marks[k])[(residues - others) % BASE]
         return torch.from_numpy(digits)
 
-    def examples(self, k: int, count: int, seed: int) -> Int[Tensor, "N m"]:
-        """`count` held-out expressions of k lookups, drawn independently: (count, k + 2), the answer last.
-
-        At k = 1 any expression. k may exceed `max_k`. Raises UserError for k or count below 1 or a negative seed.
-        """
-        rng = np.random.default_rng((_EXAMPLES, _checked_seed(seed), k))
-        digits = self.draw(_at_least_one("k", k), _at_least_one("count", count), rng, held_out=True)
-        return torch.cat((digits, self.fold(digits)[:, None]), dim=1)
-
-    def stream(self, batch_size: int, seed: int) -> "FoldStream":
-        """Endless training batches, see :class:`FoldStream`."""
-        return FoldStream(self, batch_size, seed)
-
     def guess_accuracy(self, k: int, num_seen: int) -> float:
         """Accuracy of the best guess at k lookups from the last `num_seen` digits alone, over all expressions.
 
         What can be scored without folding from the start. Raises UserError for k below 1 or num_seen outside
         0..k + 1.
         """
-        if not 0 <= num_seen <= _at_least_one("k", k) + 1:
+        if not 0 <= num_seen <= at_least_one("k", k) + 1:
             raise UserError(f"num_seen is {num_seen}; an expression of {k} lookups has {k + 1} digits.")
         if num_seen == k + 1:
             return 1.0
@@ -106,74 +149,18 @@ class FoldTask:
         return np.stack([rng.permutation(BASE) for _ in range(k + 1)])
 
 
-class FoldStream:
-    """Endless batches of `batch_size` training expressions, each with its own k, uniform in 1..max_k.
-
-    A batch holds input_ids, labels and document_ids, int64 (B, max_k + 2). A row is one document: digits, answer,
-    pads, which stand to the right, where causal attention does not look. Labels are unshifted as everywhere, and
-    IGNORE_INDEX except at the answer.
-
-    A batch depends on the task, `batch_size`, `seed` and the number of batches before it, on nothing else, so
-    resuming is exact. Raises UserError for a batch size below 1 or a negative seed.
-    """
-
-    def __init__(self, task: FoldTask, batch_size: int, seed: int) -> None:
-        self.task, self.batch_size, self.seed = task, _at_least_one("batch_size", batch_size), _checked_seed(seed)
-        self.num_drawn = 0
-        """Batches drawn so far."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return self
-
-    def __next__(self) -> dict[str, Tensor]:
-        rng = np.random.default_rng((_STREAM, self.seed, self.num_drawn))
-        self.num_drawn += 1
-        max_k = self.task.max_k
-        ks = torch.from_numpy(rng.integers(1, max_k + 1, size=self.batch_size))
-        input_ids = torch.full((self.batch_size, max_k + 2), PAD)
-        labels = torch.full_like(input_ids, IGNORE_INDEX)
-        for k in range(1, max_k + 1):
-            rows = (ks == k).nonzero()[:, 0]
-            digits = self.task.draw(k, len(rows), rng, held_out=False)
-            input_ids[rows, : k + 1] = digits
-            input_ids[rows, k + 1] = labels[rows, k + 1] = self.task.fold(digits)
-        return {"input_ids": input_ids, "labels": labels, "document_ids": torch.zeros_like(input_ids)}
-
-    def take(self, num_rows: int) -> dict[str, Tensor]:
-        """The next batch, for a trainer in one process. Raises UserError unless `num_rows` is the batch size."""
-        if num_rows != self.batch_size:
-            raise UserError(
-                f"The fold stream draws {self.batch_size} expressions at a time, and {num_rows} are wanted."
-            )
-        return next(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many batches were drawn, and what they must be continued with."""
-        return {"num_drawn": self.num_drawn, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the last batch that `state` counts. Raises UserError when it would draw differently."""
-        here = self._identity()
-        changed = [f"{name} was {state[name]} and is {here[name]}" for name in here if state[name] != here[name]]
-        if changed:
-            raise UserError(
-                f"The fold stream cannot be resumed where it was left: {', '.join(changed)}. Resume with the values "
-                "the run was started with."
-            )
-        self.num_drawn = state["num_drawn"]
-
-    def _identity(self) -> dict[str, int]:
-        task = self.task
-        return {"max_k": task.max_k, "task_seed": task.seed, "batch_size": self.batch_size, "seed": self.seed}
+def documents(**fields: int) -> TaskDocuments:
+    """Training documents of `FoldTask(**fields)`, for a recipe's source of `kind: generator, format: tokens`."""
+    task = FoldTask(**fields)
+    return TaskDocuments(task, task.seed)
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
-        raise UserError(f"{name} is {value}; it must be at least 1.")
-    return value
+def tokenizer(**fields: int) -> "PreTrainedTokenizerFast":
+    """The tokenizer of the same task."""
+    return task_tokenizer(FoldTask(**fields))
 
 
-def _checked_seed(seed: int) -> int:
-    if seed < 0:
-        raise UserError(f"seed is {seed}; it must not be negative.")
-    return seed
+def measure(model: LoopLM, tokenizer: object = None, **fields: int) -> dict[str, Any]:
+    """What a model has learnt of it, see :func:`~looplm.lab.task_evaluation.task_figures`."""
+    del tokenizer
+    return task_figures(model, FoldTask(**fields))

@@ -8,6 +8,7 @@ import torch
 from looplm.hf.config import LoopLMConfig
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.lab.fold import PAD, VOCAB_SIZE, FoldTask
+from looplm.lab.task import TaskStream
 from looplm.model.config import LoopedConfig
 from looplm.training.stage_recipe import (
     ExpectedLossRecipe,
@@ -96,7 +97,7 @@ def train_fold(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LoopLMForCausalLM(config)
-    batches = task.stream(BATCH_SIZE, seed)
+    batches = TaskStream(task, BATCH_SIZE, seed)
     for stage_index, stage in enumerate(stages):
         Trainer(model, stage, batches, telemetry, run_dir, seed=seed, stage_index=stage_index).run()
     return model.requires_grad_(True)

@@ -28,8 +28,8 @@ from looplm.hf.save import files_to_keep, save_checkpoint
 from looplm.inference import Engine, QuantileExit, SamplingParams
 from looplm.inference.text import token_texts
 from looplm.lab.fold import FoldTask
-from looplm.lab.fold_evaluation import evaluate_fold
 from looplm.lab.fold_recipe import fold_config, fold_stages, train_fold
+from looplm.lab.task_evaluation import evaluate_task
 from looplm.model.flops import count_parameters
 from looplm.quickstart.plan import Plan
 from looplm.quickstart.progress import Progress, expected_seconds
@@ -194,7 +194,7 @@ def train_fold_model(plan: Plan, telemetry: Telemetry) -> FoldModel:
     began = time.monotonic()
     model = train_fold(task, config, stages, telemetry)
     seconds = time.monotonic() - began
-    found = evaluate_fold(model, task, thresholds=(0.3, 0.5, 0.9))
+    found = evaluate_task(model, task, thresholds=(0.3, 0.5, 0.9))
     twin = train_fold(task, fold_config(task, 1), fold_stages(1, num_steps=plan.fold_steps), telemetry)
     return FoldModel(
         description=(
@@ -208,7 +208,7 @@ def train_fold_model(plan: Plan, telemetry: Telemetry) -> FoldModel:
         groups=found.groups,
         gate=found.gate,
         exits=found.exits,
-        twin_accuracy=tuple(evaluate_fold(twin, task, 1).accuracy[:, 0].tolist()),
+        twin_accuracy=tuple(evaluate_task(twin, task, 1).accuracy[:, 0].tolist()),
         training=training_points(telemetry.records, stages[0].name),
     )
 

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from looplm.report.plots import loop_number
+from looplm.report.canvas import loop_number
 from looplm.report.schema import Sample
 
 

@@ -10,7 +10,7 @@ from looplm.evaluation.depth_quality import DepthQuality
 from looplm.evaluation.depth_sweep import DepthSweep
 from looplm.evaluation.exit_curve import ExitPoint, GateStatistics
 from looplm.evaluation.groups import GroupPoint
-from looplm.lab.fold_evaluation import FoldExit
+from looplm.lab.task_evaluation import TaskExit
 from looplm.model.flops import CacheStrategy
 
 
@@ -106,7 +106,7 @@ class FoldModel(ReportPart):
     groups: tuple[GroupPoint, ...]
     """Accuracy and depth by k, on held-out expressions."""
     gate: GateStatistics
-    exits: tuple[FoldExit, ...]
+    exits: tuple[TaskExit, ...]
     """Accuracy and mean loops by k, with every answer read out where its gate says."""
     twin_accuracy: tuple[float, ...]
     """By k, of a one-loop twin trained for the same steps."""

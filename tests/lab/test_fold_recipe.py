@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from looplm.lab.fold import FoldTask
-from looplm.lab.fold_evaluation import evaluate_fold
 from looplm.lab.fold_recipe import BATCH_SIZE, fold_config, fold_stages, train_fold
+from looplm.lab.task import TaskStream
+from looplm.lab.task_evaluation import evaluate_task
 from looplm.training.stage_recipe import GateLossRecipe
 from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer
@@ -15,7 +16,7 @@ def test_a_short_training_learns_single_lookups():
     task = FoldTask(max_k=1)
     telemetry = Telemetry()
     model = train_fold(task, fold_config(task, num_loops=2), fold_stages(2, 60, 10, max_k=1), telemetry)
-    assert evaluate_fold(model, task, count=200).accuracy[0, :2].max() > 0.9
+    assert evaluate_task(model, task, count=200).accuracy[0, :2].max() > 0.9
     assert {record.stage for record in telemetry.records} == {"fold", "fold-gate"}
     assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
 
@@ -50,7 +51,7 @@ def test_training_resumes_bit_for_bit(tmp_path):
 
     def trainer(seed: int) -> Trainer:
         model = train_fold(task, config, (), Telemetry(), seed=seed)
-        return Trainer(model, learn, task.stream(BATCH_SIZE, 0), Telemetry(), tmp_path)
+        return Trainer(model, learn, TaskStream(task, BATCH_SIZE, 0), Telemetry(), tmp_path)
 
     halted = trainer(seed=0)  # killed at step 4, after the checkpoint of step 3
     for _ in range(3):

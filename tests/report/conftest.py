@@ -6,7 +6,7 @@ import torch
 from looplm.evaluation.exit_curve import gate_statistics
 from looplm.evaluation.groups import accuracy_by_group
 from looplm.evaluation.record import DepthRecord
-from looplm.lab.fold_evaluation import FoldExit
+from looplm.lab.task_evaluation import TaskExit
 from looplm.model.config import LoopedConfig
 from looplm.report.assemble import text_model, twin_model
 from looplm.report.schema import (
@@ -140,8 +140,8 @@ def report() -> QuickstartReport:
         groups=accuracy_by_group(fold_record, torch.arange(fold_record.num_tokens) % 4 + 1),
         gate=gate_statistics(fold_record),
         exits=(
-            FoldExit(threshold=0.5, accuracy=(1.0, 0.98, 0.97, 0.91), mean_loops=(1.9, 2.1, 3.0, 4.0)),
-            FoldExit(threshold=0.9, accuracy=(1.0, 0.99, 0.98, 0.95), mean_loops=(3.9, 4.0, 4.0, 4.0)),
+            TaskExit(threshold=0.5, accuracy=(1.0, 0.98, 0.97, 0.91), mean_loops=(1.9, 2.1, 3.0, 4.0)),
+            TaskExit(threshold=0.9, accuracy=(1.0, 0.99, 0.98, 0.95), mean_loops=(3.9, 4.0, 4.0, 4.0)),
         ),
         twin_accuracy=(1.0, 0.28, 0.32, 0.34),
         training=synthetic_training(4),

@@ -1,5 +1,6 @@
-"""Fold's measures on a model whose answers and gate are known, computed another way on a random one."""
+"""A task's measures on a model whose answers and gate are known, computed another way on a random one."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -7,8 +8,8 @@ from torch import nn
 from looplm.errors import UserError
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.lab.fold import VOCAB_SIZE, FoldTask
-from looplm.lab.fold_evaluation import evaluate_fold
 from looplm.lab.fold_recipe import fold_config
+from looplm.lab.task_evaluation import evaluate_task
 from looplm.model.looped import LoopedOutput
 
 
@@ -43,14 +44,15 @@ class SolverLM(nn.Module):
 
 def test_a_solver_of_one_lookup_a_loop_is_seen_as_one():
     task = FoldTask(max_k=3)
-    result = evaluate_fold(SolverLM(task), task, count=300, thresholds=(0.0, 0.5, 1.0))
-    assert (result.ks, result.trained_loops) == ((1, 2, 3), 4)
+    result = evaluate_task(SolverLM(task), task, count=300, thresholds=(0.0, 0.5, 1.0))
+    assert (result.levels, result.trained_loops) == ((1, 2, 3), 4)
     assert result.accuracy.shape == (3, 6)  # two loops beyond the trained four
     for k in (1, 2, 3):
         assert (result.accuracy[k - 1, k - 1 :] == 1).all()
         assert (result.accuracy[k - 1, : k - 1] < 0.4).all()
     torch.testing.assert_close(result.expected_loops, torch.tensor([1.0, 2.0, 3.0]))
     assert result.gate.mean_expected_loops == pytest.approx(2)
+    assert result.depth_correlation == pytest.approx(1)
     first, half, full = result.exits
     assert first.mean_loops == (1, 1, 1) and first.accuracy[0] == 1 and max(first.accuracy[1:]) < 0.4
     assert half.mean_loops == (1, 2, 3) and half.accuracy == (1, 1, 1)
@@ -59,13 +61,13 @@ def test_a_solver_of_one_lookup_a_loop_is_seen_as_one():
 
 def test_longer_expressions_than_the_trained_ones_and_a_shallow_reading():
     task = FoldTask(max_k=2)
-    result = evaluate_fold(SolverLM(task, 2), task, 3, ks=(3, 1, 3), count=200, thresholds=(0.5,))
-    assert result.ks == (1, 3)
+    result = evaluate_task(SolverLM(task, 2), task, 3, levels=(3, 1, 3), count=200, thresholds=(0.5,))
+    assert result.levels == (1, 3)
     assert result.exits[0].mean_loops == (1, 2)
     assert result.accuracy.shape == (2, 3) and result.accuracy[1, 2] == 1
     # The gate decides among the two trained loops, so the third lookup is cut off.
     assert result.expected_loops.tolist() == pytest.approx([1, 2])
-    assert evaluate_fold(SolverLM(task, 2), task, 1, count=50).exits[0].mean_loops == (1, 1)
+    assert evaluate_task(SolverLM(task, 2), task, 1, count=50).exits[0].mean_loops == (1, 1)
 
 
 def test_a_random_model_by_hand():
@@ -73,9 +75,9 @@ def test_a_random_model_by_hand():
     torch.manual_seed(0)
     model = LoopLMForCausalLM(fold_config(task, num_loops=3)).eval()
     nn.init.normal_(model.model.early_exit_gate.weight)
-    result = evaluate_fold(model, task, count=64, seed=5, thresholds=(0.6,))
+    result = evaluate_task(model, task, count=64, seed=5, thresholds=(0.6,))
     for i, k in enumerate((1, 2)):
-        rows = task.examples(k, 64, 5)
+        rows = task.questions(k, 64, 5)
         with torch.no_grad():
             output = model(rows[:, :-1], num_loops=5)
         hits = [
@@ -96,8 +98,28 @@ def test_values_out_of_range_are_refused():
     task = FoldTask(max_k=2)
     model = SolverLM(task)
     with pytest.raises(UserError):
-        evaluate_fold(model, task, count=0)
+        evaluate_task(model, task, count=0)
     with pytest.raises(UserError):
-        evaluate_fold(model, task, ks=(0,))
+        evaluate_task(model, task, levels=(0,))
     with pytest.raises(UserError):
-        evaluate_fold(model, task, count=5, thresholds=(-1.0,))
+        evaluate_task(model, task, count=5, thresholds=(-1.0,))
+
+
+def test_depth_correlation_is_that_of_the_single_questions():
+    task = FoldTask(max_k=3)
+    torch.manual_seed(0)
+    model = LoopLMForCausalLM(fold_config(task, num_loops=3)).eval()
+    nn.init.normal_(model.model.early_exit_gate.weight)
+    found = evaluate_task(model, task, count=50)
+    levels, depths = [], []
+    for k in task.levels:
+        rows = task.questions(k, 50, 0)
+        with torch.no_grad():
+            gate = torch.sigmoid(model(rows[:, :-1]).gate_logits[:, :, -1]).double()
+        levels += [k] * 50
+        depths += (gate[0] + 2 * (1 - gate[0]) * gate[1] + 3 * (1 - gate[0]) * (1 - gate[1])).tolist()
+    assert found.depth_correlation == pytest.approx(np.corrcoef(levels, depths)[0, 1], abs=1e-5)
+    # One level, or a gate that gives everything one depth: no correlation, rather than a division by zero.
+    assert evaluate_task(model, task, levels=(2,), count=5).depth_correlation == 0
+    nn.init.zeros_(model.model.early_exit_gate.weight)
+    assert evaluate_task(model, task, count=5).depth_correlation == 0
