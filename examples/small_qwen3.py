@@ -18,9 +18,10 @@ from looplm.data.stdlib_text import load_stdlib_text
 from looplm.data.tokenizer import train_tokenizer
 
 
-def main(directory: Path, num_steps: int = 300) -> None:
-    """Trains for `num_steps` steps of 2,048 tokens and writes model and tokenizer to `directory`."""
-    documents = split_documents(load_stdlib_text().documents).train
+def main(directory: Path, num_steps: int = 300, max_bytes: int | None = None) -> None:
+    """Trains for `num_steps` steps of 2,048 tokens, on all of the text or `max_bytes` of it, and writes model and
+    tokenizer to `directory`."""
+    documents = split_documents(load_stdlib_text(max_bytes).documents).train
     tokenizer = train_tokenizer((document.text for document in documents), 1024)
     rows = RowStream.of_tokens(tokenize_documents(documents, tokenizer), seq_len=256, seed=0)
     torch.manual_seed(0)

@@ -10,7 +10,24 @@ from typing import Annotated
 
 import typer
 
-from looplm.cli import bench, convert, export, gate, generate, info, parity, quickstart, train, upcycle
+from looplm.cli import (
+    analyze,
+    bench,
+    calibrate,
+    chat,
+    convert,
+    eval,
+    export,
+    gate,
+    generate,
+    info,
+    lab,
+    parity,
+    quickstart,
+    serve,
+    train,
+    upcycle,
+)
 from looplm.errors import UserError
 
 app = typer.Typer(
@@ -52,6 +69,12 @@ app.command("export")(export.export)
 app.command("parity")(parity.parity)
 app.command("info")(info.info)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
+app.command("chat")(chat.chat)
+app.command("eval")(eval.evaluate)
+app.command("calibrate")(calibrate.calibrate)
+app.add_typer(lab.app, name="lab")
+app.add_typer(analyze.app, name="analyze")
 app.add_typer(bench.app, name="bench")
 
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from looplm.data.corpus import prepare, tokenizer_documents
 from looplm.data.tokenizer import train_tokenizer
 from looplm.errors import UserError
+from looplm.hf.save import save_tokenizer
 from looplm.lab.study import Cell, Plan, import_named
 from looplm.lab.study_cell import CELL, FAILED, FOUND, RECIPE
 from looplm.model.flops import count_parameters
@@ -170,7 +171,7 @@ def with_tokenizer(plan: Plan, cell: Cell, out: Path) -> tuple[RunRecipe, Any]:
         return cell.recipe, any_tokenizer(wanted.path)
     if made is not None and not where.exists():
         fresh = where.with_name(f".{where.name}")
-        made.save_pretrained(fresh)
+        save_tokenizer(made, fresh)
         fresh.rename(where)
     tokenizer = any_tokenizer(str(where))
     recipe = with_vocabulary(cell.recipe, len(tokenizer))

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
-from looplm.evaluation.task_sweep import SettingScores
 from looplm.report.canvas import drawn, loop_style
 from looplm.report.sections import figure, table
 from looplm.report.tables import Cells
 
+if TYPE_CHECKING:  # lm-eval, which it needs, is an extra
+    from looplm.evaluation.task_sweep import SettingScores
 
-def score_cells(found: Sequence[SettingScores]) -> Cells:
+
+def score_cells(found: "Sequence[SettingScores]") -> Cells:
     """A row for each setting, a column for each task's metrics."""
     names = list(dict.fromkeys((score.task, score.metric) for one in found for score in one.scores))
     rows = []
@@ -31,7 +34,7 @@ def markdown(cells: Cells) -> str:
     return f"{cells.title}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def tasks_section(found: Sequence[SettingScores]) -> str:
+def tasks_section(found: "Sequence[SettingScores]") -> str:
     """The plot and the table."""
     return "\n".join(
         [
@@ -50,7 +53,7 @@ def tasks_section(found: Sequence[SettingScores]) -> str:
     )
 
 
-def score_figure(found: Sequence[SettingScores]) -> str:
+def score_figure(found: "Sequence[SettingScores]") -> str:
     """Score against mean loops, a line for each task."""
     with drawn("task scores") as canvas:
         first: dict[str, str] = {}

@@ -37,7 +37,7 @@ from looplm.hf.adapter import ADAPTER_CONFIG, save_adapter
 from looplm.hf.checkpoint import CONFIG
 from looplm.hf.load import load, load_tokenizer
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.hf.save import save_checkpoint
+from looplm.hf.save import save_checkpoint, save_tokenizer
 from looplm.model.flops import count_parameters
 from looplm.training.architectures import check_stage, stage_configs, starting_config
 from looplm.training.baseline import COMPARISON, DENSE, compare_twins, dense_twin
@@ -200,7 +200,7 @@ class _Run:
         else:
             tokenizer = any_tokenizer(recipe.path)
         fresh = directory.with_name(".tokenizer.new")
-        tokenizer.save_pretrained(fresh)
+        save_tokenizer(tokenizer, fresh)
         fresh.rename(directory)
 
     def tokenizer_before(self, *, begun: bool) -> PreTrainedTokenizerBase | None:

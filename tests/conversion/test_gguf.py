@@ -4,6 +4,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -78,14 +80,11 @@ def test_what_is_refused_before_anything_is_read(tmp_path, content, message):
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
-# --- With the package gguf ------------------------------------------------------------------------------------------
+# --- A whole file ---------------------------------------------------------------------------------------------------
 
 
 def write_gguf(file: Path, architecture: str, quantisation: Any) -> None:
     """A tiny model with random weights, as llama.cpp would store it."""
-    import gguf
-    import numpy as np
-
     hidden, wide, heads, keys, layers, vocab = 64, 96, 4, 2, 2, 40
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(layers)
@@ -131,7 +130,6 @@ def write_gguf(file: Path, architecture: str, quantisation: Any) -> None:
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", "Q4_1"), ("qwen2", "Q8_0"), ("qwen3", "F16")])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of numpy, in the package gguf
 def test_a_file_of_each_family(tmp_path, architecture, kind):
-    gguf = pytest.importorskip("gguf", reason="gguf is not among the development tools; install it to run this")
     file = tmp_path / "tiny.gguf"
     write_gguf(file, architecture, gguf.GGMLQuantizationType[kind])
     report = convert_checkpoint(file, tmp_path / "looped", Looping())

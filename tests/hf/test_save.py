@@ -134,6 +134,32 @@ def test_a_full_disk_costs_nothing(make_config, tmp_path, monkeypatch, failure):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full_at_the_tokenizer(make_config, tmp_path, monkeypatch):
+    """The tokenizers library has no error of its own for it."""
+    model, write = LoopLMForCausalLM(make_config()), LoopLMForCausalLM.save_pretrained
+
+    def fill_up(self: LoopLMForCausalLM, directory: Path, **arguments: object) -> None:
+        write(self, directory, **arguments)
+        (directory / "tokenizer.json").symlink_to("/dev/full")
+
+    monkeypatch.setattr(LoopLMForCausalLM, "save_pretrained", fill_up)
+    tokenizer = train_tokenizer(["a model that loops"] * 8, vocab_size=260)
+    with pytest.raises(UserError, match="could not be written to .*No space left on device"):
+        looplm.save_checkpoint(model, tmp_path / "checkpoint", tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_failure_of_the_tokenizer_is_not_taken_for_the_disk_s(make_config, tmp_path):
+    class Broken:
+        def save_pretrained(self, directory: Path) -> None:
+            raise LookupError("no such token")
+
+    with pytest.raises(LookupError, match="no such token"):
+        looplm.save_checkpoint(LoopLMForCausalLM(make_config()), tmp_path / "checkpoint", Broken())  # pyright: ignore
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_failed_rename_puts_the_old_one_back(make_config, tmp_path, monkeypatch):
     target = tmp_path / "checkpoint"
     looplm.save_checkpoint(LoopLMForCausalLM(make_config()), target)

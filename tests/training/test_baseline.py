@@ -53,6 +53,9 @@ def twins(texts: Path, num_loops: int = 3, **changes: Any) -> dict[str, Any]:
     return recipe | changes
 
 
+LOADED = {"kind": "load", "path": "somewhere"}
+
+
 def recipe_of(data: dict[str, Any]) -> RunRecipe:
     return parse(RunRecipe, data, "twins")
 
@@ -174,7 +177,7 @@ def test_the_twin_of_a_conversion_is_its_source(texts: Path, tmp_path: Path) -> 
 
 
 def test_tied_layers_are_untied_in_the_twin(texts: Path) -> None:
-    data = twins(texts)
+    data = twins(texts, tokenizer=LOADED)
     data["model"] = {
         "kind": "convert", "source": "somewhere", "lora_from": "svd",
         "architecture": data["model"]["architecture"] | {"injection": "none", "lora_rank": 4, "num_hidden_layers": 2},
@@ -188,7 +191,7 @@ def test_tied_layers_are_untied_in_the_twin(texts: Path) -> None:
     [
         ({"baseline": None, "compare_loops": 2}, "give baseline: dense too"),
         ({"evaluation": None}, "needs an evaluation section"),
-        ({"model": {"kind": "checkpoint", "path": "somewhere"}}, "has no dense twin"),
+        ({"model": {"kind": "checkpoint", "path": "somewhere"}, "tokenizer": LOADED}, "has no dense twin"),
         ({"compare_loops": 6}, "evaluation measures 5 loops"),
         ({"baseline": "sparse"}, "dense"),
     ],
