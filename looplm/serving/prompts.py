@@ -1,0 +1,70 @@
+"""From texts and messages to token ids, with a tokenizer that only this side uses."""
+
+import copy
+from typing import Any
+
+from looplm.errors import UserError
+from looplm.inference.engine import Engine
+from looplm.inference.prompts import part_token_ids, read_prompt
+from looplm.inference.sampling import SamplingParams, check_text
+from looplm.serving.schema import DEFAULT_CHAT_TOKENS, DEFAULT_TOKENS, ChatRequest, CompletionRequest
+
+
+class PromptReader:
+    """Reads prompts as `engine` would. Has a copy of its tokenizer: one tokenizer must not be used by two threads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.tokenizer: Any = copy.deepcopy(engine.tokenizer)
+        self._vocab_size, self._max_len = engine.model.model.config.vocab_size, engine.max_len
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    def completion(self, body: CompletionRequest) -> list[tuple[list[int], SamplingParams]]:
+        """Every prompt with how it is continued. Raises UserError for one that cannot be."""
+        read: list[tuple[list[int], SamplingParams]] = []
+        for index, prompt in enumerate(body.prompts):
+            try:
+                token_ids = part_token_ids(prompt, self.tokenizer, first=True)
+                max_tokens = max(body.max_tokens, 1) if body.max_tokens is not None else None
+                read.append(self._checked(body, token_ids, max_tokens, DEFAULT_TOKENS))
+            except UserError as error:
+                raise UserError(f"Prompt {index}: {error}" if len(body.prompts) > 1 else str(error)) from None
+        return read
+
+    def chat(self, body: ChatRequest) -> tuple[list[int], SamplingParams]:
+        """The conversation, with the beginning of an answer. Raises UserError when the template refuses it."""
+        from jinja2 import TemplateError
+
+        messages = [message.plain() for message in body.messages]
+        for number, message in enumerate(messages):
+            check_text(f"messages.{number}.content", message["content"])
+        if not self.can_chat:
+            raise UserError("This checkpoint has no chat template, so it cannot chat; use /v1/completions.")
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, ValueError, TypeError, LookupError) as error:
+            raise UserError(f"The chat template refuses this conversation ({error}).") from None
+        # Special tokens are spelled out by the template.
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return self._checked(body, token_ids, body.max_completion_tokens or body.max_tokens, DEFAULT_CHAT_TOKENS)
+
+    def token_ids(self, prompt: str | list[int]) -> list[int]:
+        """A text to look at, which may fill the whole context. Raises UserError when it is empty or too long."""
+        token_ids = part_token_ids(prompt, self.tokenizer, first=True)
+        if len(token_ids) > self._max_len:
+            raise UserError(f"The text has {len(token_ids)} tokens, more than the {self._max_len} of the context.")
+        if not token_ids or not all(0 <= token < self._vocab_size for token in token_ids):
+            raise UserError(f"Give at least one token; token ids go from 0 to {self._vocab_size - 1}.")
+        return token_ids
+
+    def _checked(
+        self, body: CompletionRequest | ChatRequest, token_ids: list[int], max_tokens: int | None, default: int
+    ) -> tuple[list[int], SamplingParams]:
+        if max_tokens is None:
+            max_tokens = max(1, min(default, self._max_len - len(token_ids)))
+        sampling = body.sampling(max_tokens)
+        read_prompt(token_ids, sampling, self.tokenizer, self._vocab_size, self._max_len)
+        return token_ids, sampling
