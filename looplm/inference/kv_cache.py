@@ -136,6 +136,11 @@ class KVCache:
             for index in range(len(theirs) // other.stride):
                 start, old = index * self.stride, index * other.stride
                 mine[start : start + other.num_places] = theirs[old : old + other.num_places]
+        if self.strategy in SHARED and other.num_sets < self.num_sets:
+            # There was one loop, and its keys are what the second set would have gathered of a prompt half-way.
+            for layer in self.core:
+                for stored in (self.keys[layer], self.values[layer]):
+                    stored[self.stride : self.stride + other.num_places] = stored[: other.num_places]
 
 
 class CacheView:

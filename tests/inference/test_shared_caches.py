@@ -126,6 +126,27 @@ def test_early_exit_saves_token_loops_at_any_batch(strategy, make_lm, make_promp
         assert (engine.stats.token_loops > claimed) == (kv_cache == "per_loop")
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("strategy", ["mean", "first"])
+def test_a_deeper_request_may_come_while_a_prompt_of_one_loop_is_read(strategy, make_lm, make_prompts):
+    """Memory for one loop has one set; it becomes two while part of the prompt has gone through."""
+    lm = make_lm("raw_state")
+    short, deep = make_prompts(2, seed=3)
+    short = [*short, *range(20)]
+    engine = Engine(lm, kv_cache=strategy, chunk_size=3)
+    engine.submit(short, TEN, FixedDepth(1), index=0)
+    engine.step()
+    assert engine.num_unfinished == 1, "the prompt is half read"
+    engine.submit(deep, TEN, FixedDepth(3), index=1)
+    results = {}
+    while engine.num_unfinished:
+        results |= {result.index: result for result in engine.step()}
+    for index, (prompt, exit) in enumerate([(short, FixedDepth(1)), (deep, FixedDepth(3))]):
+        expected = reference_shared.generate(lm, [prompt], TEN, exit, strategy)
+        assert results[index].token_ids == expected.token_ids
+        assert results[index].logprobs == pytest.approx(expected.logprobs, abs=1e-7)
+
+
 def test_sets(make_lm):
     assert [num_sets("per_loop", n) for n in (1, 4)] == [num_sets("fill", n) for n in (1, 4)] == [1, 4]
     assert [num_sets("last", n) for n in (1, 4)] == [1, 1]
