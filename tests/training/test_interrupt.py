@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from looplm.training.telemetry import Telemetry
 from looplm.training.trainer import Trainer
 
 from .runs import after_calls, tiny_model, tiny_rows, tiny_stage, whole_state
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """A shell's background job ignores it, and with it whatever the job starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def trainer_in(run_dir: Path | None, every: int | None = None) -> Trainer:
