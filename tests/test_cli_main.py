@@ -1,7 +1,10 @@
 """The command line's promises: exit statuses, one-paragraph messages, and a light start."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -92,3 +95,25 @@ except SystemExit as stop:
     done = run_python("-c", code)
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
     assert "Usage: looplm" in done.stdout
+
+
+def test_sigterm_is_status_143_and_cleans_up(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def stopped() -> None:
+        half_written = tmp_path / "half"
+        half_written.touch()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            half_written.unlink()
+
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(sys, "argv", ["looplm"])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 143 and not any(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -5,6 +5,7 @@
 Anything else is a defect of looplm and keeps its traceback.
 """
 
+import signal
 import sys
 from typing import Annotated
 
@@ -82,8 +83,9 @@ def main() -> None:
     """Runs the command line on `sys.argv` and always ends in `SystemExit`.
 
     `UserError` becomes its message and status 2, without a traceback; wrong options are reported by
-    Typer, with status 2 as well; Ctrl-C becomes status 130.
+    Typer, with status 2 as well; Ctrl-C becomes status 130, SIGTERM 143.
     """
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         app(prog_name="looplm")
     except UserError as error:
@@ -94,6 +96,14 @@ def main() -> None:
         if stop.code == 130 and not isinstance(stop, train.Stopped):
             _fail("interrupted", status=130)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(*_: object) -> None:
+    """Leaves as from an error, so that what was half written is removed; `train` and `serve` have handlers of their
+    own."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _fail(message: str, *, status: int) -> None:

@@ -1,9 +1,12 @@
 """`looplm parity`: two checkpoints or implementations, loop by loop and layer by layer."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from looplm.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,8 +22,13 @@ def parity(
     b: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
     num_loops: Annotated[int | None, typer.Option(help="Depth of both; that of the shallower if left out.")] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Share of the largest entry up to which a difference counts as rounding.")
-    ] = 1e-3,
+        float | None,
+        typer.Option(
+            help="Share of the largest entry up to which a difference counts as rounding; 1e-3 if left out, 5e-2 in "
+            "16-bit dtypes.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="To compute in: fp32, fp64, bf16 ...")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda ...")] = None,
     text: Annotated[
@@ -38,7 +46,13 @@ def parity(
     from rich.console import Console
 
     from looplm.conversion.sides import compare_sources
+    from looplm.hf.load import check_dtype
 
+    if tolerance is None:
+        computed = check_dtype(dtype)
+        tolerance = 5e-2 if computed is not None and computed.itemsize == 2 else 1e-3
+    if not 0 <= tolerance < math.inf:
+        raise UserError(f"--tolerance is {tolerance}; give a number of 0 or more.")
     report = compare_sources(
         a,
         b,

@@ -146,8 +146,9 @@ def refuse_parting(comparison: Comparison) -> None:
     if parting := comparison.first_parting:
         raise UserError(
             f"The parity check failed: {comparison.names[1]} parts from {comparison.names[0]} at {parting.place}, by "
-            f"{parting.largest:.2g} ({parting.relative:.1e} of the largest entry). Nothing was written. Either the "
-            "weights hold numbers that overflow in this dtype, or this is a defect of looplm: please report it."
+            f"{parting.largest:.2g} ({parting.relative:.1e} of the largest entry). Nothing was written. Either "
+            "the weights hold numbers that are not finite or overflow in this dtype, or this is a defect of looplm: "
+            "please report it."
         )
 
 

@@ -136,6 +136,12 @@ def looped_config(dense: LoopedConfig, looping: Looping) -> LoopedConfig:
         raise UserError(
             f"core is {first}:{last}; it must lie within the model's layers, 0:{layers}, and hold one at least."
         )
+    widest = max(dense.hidden_size, dense.intermediate_size, dense.num_attention_heads * dense.head_dim)
+    if looping.lora_rank > widest:
+        raise UserError(
+            f"lora_rank is {looping.lora_rank:,}; the matrices of this model have at most {widest:,} rows or columns, "
+            "and no correction needs more."
+        )
     split, core = (first, last) != (0, layers), last - first
     loop_state = looping.loop_state or ("raw" if split else "normed")
     if looping.lora_from not in ("zero", "svd"):

@@ -91,12 +91,12 @@ def compare(a: Trace, b: Trace, tolerance: float = TOLERANCE) -> Comparison:
 
 
 def difference(place: Place, a: Tensor, b: Tensor) -> PlaceDifference:
-    """How far two values of one place are apart."""
+    """How far two values of one place are apart; infinitely far where any of them is not finite."""
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     a, b = a.to(wide), b.to(wide)
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        same = torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
-        return PlaceDifference(place, 0.0 if same else math.inf, 0.0 if same else math.inf)
+        # Also where both hold the same: nothing that could be compared has been.
+        return PlaceDifference(place, math.inf, math.inf)
     largest = (a - b).abs().max().item()
     size = max(a.abs().max().item(), b.abs().max().item())
     return PlaceDifference(place, largest, largest / size if size else 0.0)

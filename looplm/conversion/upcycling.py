@@ -7,6 +7,7 @@ import torch
 from looplm.errors import UserError
 from looplm.hf.config import LoopLMConfig, OuroConfig
 from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.model.config import MOST_LAYERS
 
 LayerOrder = Literal["stacked", "interleaved"]
 """1..L, 1..L, or 1, 1, 2, 2, ...; the paper does not say which one Ouro used."""
@@ -51,6 +52,8 @@ def duplicated_layers(num_layers: int, wanted: int, order: LayerOrder) -> list[i
             f"num_layers is {wanted}, and the core has {num_layers} layers; upcycling duplicates all of them equally "
             f"often, so give a multiple: {2 * num_layers}, {3 * num_layers}, ..."
         )
+    if wanted > MOST_LAYERS:
+        raise UserError(f"num_layers is {wanted:,}; looplm builds models with up to {MOST_LAYERS:,}.")
     copies = wanted // num_layers
     return [i % num_layers if order == "stacked" else i // copies for i in range(wanted)]
 

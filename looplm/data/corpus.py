@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+LEAST_BYTES = 100
+"""What a document takes in memory beside its text, about."""
+
+
 def prepare(
     recipe: DataRecipe,
     tokenizer: "PreTrainedTokenizerBase",
@@ -221,8 +225,8 @@ def evaluation_documents(evaluation: DataRecipe) -> list[Document]:
 def tokenizer_documents(training: DataRecipe, max_bytes: int) -> list[Document]:
     """The documents of a run's first stage that its tokenizer is trained on: text, which the recipe has made sure of.
 
-    They come from the sources in turn, one document each, until there are `max_bytes` of UTF-8: a source may be
-    endless, and the others must have their share.
+    They come from the sources in turn, one document each, until there are `max_bytes` of UTF-8 (a short one counts as
+    `LEAST_BYTES`): a source may be endless, and the others must have their share.
 
     Raises:
         UserError: all of it is empty.
@@ -235,7 +239,7 @@ def tokenizer_documents(training: DataRecipe, max_bytes: int) -> list[Document]:
         document = next(source, None)
         if document is not None:
             documents.append(document)
-            num_bytes += len(document.text.encode())
+            num_bytes += max(len(document.text.encode()), LEAST_BYTES)
             sources.append(source)
     if not documents:
         raise UserError(

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from looplm.errors import UserError
-from looplm.training.checksums import find_damage
+from looplm.training.checksums import find_damage, write_digests
 from looplm.training.distributed import Ranks
 from looplm.training.recipe import CheckpointsRecipe
 
@@ -141,6 +141,7 @@ def publish(fresh: Path, progress: dict[str, Any]) -> Path:
         json.dump(progress, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    write_digests(fresh, "progress", [fresh / PROGRESS_FILE])
     _sync_directory(fresh)
     aside = root / (ASIDE + home.name)
     if home.exists():

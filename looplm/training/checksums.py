@@ -1,6 +1,7 @@
 """Digests of a checkpoint's files: each rank takes those of what it wrote, and on resume they are taken again.
 
-    checksums-<rank>.json     BLAKE2b of each file that this rank wrote
+    checksums-<rank>.json       BLAKE2b of each file that this rank wrote
+    checksums-progress.json     and of progress.json, which rank 0 writes last
 
 A checkpoint of an older version has none and is resumed as it is.
 """
@@ -8,6 +9,7 @@ A checkpoint of an older version has none and is resumed as it is.
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,8 +23,13 @@ METADATA_FILE = ".metadata"
 def write_checksums(directory: Path, rank: int) -> None:
     """Digests of what this rank has written, on disk when it returns. Raises OSError on a full one."""
     own = sorted(directory.glob(f"__{rank}_*.distcp")) + ([directory / METADATA_FILE] if rank == 0 else [])
-    with (directory / f"checksums-{rank}.json").open("w", encoding="utf-8") as file:
-        json.dump({path.name: _digest(path) for path in own}, file, indent=1)
+    write_digests(directory, str(rank), own)
+
+
+def write_digests(directory: Path, label: str, paths: Sequence[Path]) -> None:
+    """Digests of `paths` as checksums-<label>.json, on disk when it returns. Raises OSError on a full one."""
+    with (directory / f"checksums-{label}.json").open("w", encoding="utf-8") as file:
+        json.dump({path.name: _digest(path) for path in paths}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 

@@ -103,8 +103,9 @@ class TrainTokenizer(Strict):
 
     kind: Literal["train"] = "train"
     vocab_size: int = Field(ge=MIN_VOCAB_SIZE, le=_LARGEST["vocab_size"])
-    max_bytes: int = Field(default=500_000_000, gt=0)
-    """Of text read for it, from the sources in turn; the rest of a larger corpus, or an endless one, is left out."""
+    max_bytes: int = Field(default=50_000_000, gt=0)
+    """Of text read for it, from the sources in turn, a document counting as 100 at least; the rest of a larger corpus,
+    or an endless one, is left out."""
 
 
 class LoadTokenizer(Strict):

@@ -192,7 +192,10 @@ class _Run:
         if self.tokenizer_dir is not None:
             tokenizer = load_tokenizer(self.tokenizer_dir)
         elif isinstance(recipe, TrainTokenizer):
-            self.say(f"Training a tokenizer of {recipe.vocab_size:,} tokens.")
+            self.say(
+                f"Training a tokenizer of {recipe.vocab_size:,} tokens on up to {recipe.max_bytes:,} bytes of text "
+                "(tokenizer.max_bytes)."
+            )
             data = self.recipe.stages[0].data
             assert data is not None  # the schema asks for it
             texts = (document.text for document in tokenizer_documents(data, recipe.max_bytes))

@@ -154,11 +154,6 @@ class Trainer:
                 if self._is_told(result):
                     self._tell(result)
                 self._after_step()
-            if self.watch.skips_in_a_row:
-                self._warn(
-                    f"The last {self.watch.skips_in_a_row} steps were left out: the model is that of step "
-                    f"{self.step - self.watch.skips_in_a_row}, and may be spoilt."
-                )
             if self.saver is not None:
                 self.saver.finish()
         self.model.eval()
@@ -168,6 +163,9 @@ class Trainer:
         """Measures and saves where it is due, and leaves where that was asked."""
         last = self.step == self.plan.num_steps
         stop = self._asked_to_stop
+        if last and (skips := self.watch.skips_in_a_row) > 1:
+            # One bad batch may well be the last; a row of them is a model that gives no loss any more.
+            raise UserError(self._stopped(Verdict("stop", f"its last {skips} steps were left out", setting=None)))
         if stop is None and self.held_out is not None and (last or is_due(self.held_out_every, self.step)):
             self._measure_held_out(self.held_out)
         if self.saver is None:

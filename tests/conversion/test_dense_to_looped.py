@@ -181,6 +181,7 @@ def test_parameter_totals_of_the_paper():
         ({"lora_from": "svd"}, "lora_rank of 1 or more, injection none"),
         ({"lora_from": "svd", "lora_rank": 2, "injection": "none", "num_loops": 4}, "core's 6 layers are no multiple"),
         ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"lora_rank": 100_000_000}, "lora_rank is 100,000,000; the matrices of this model"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
     ids=str,

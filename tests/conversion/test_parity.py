@@ -96,6 +96,9 @@ def test_numbers_that_are_not_finite_are_a_parting(make_looped, broken):
         other.model.layers[0].mlp.up_proj.weight[0, 0] = broken
     found = compare(trace_looped(model, IDS), trace_looped(other, IDS))
     assert str(found.first_parting.place) == "loop 1, layer 1"
+    # The same on both sides is no agreement: nothing was compared.
+    same = compare(trace_looped(other, IDS), trace_looped(other, IDS))
+    assert str(same.first_parting.place) == "loop 1, layer 1" and same.first_parting.largest == math.inf
 
 
 @pytest.mark.parametrize("core", [None, (1, 4)])

@@ -209,8 +209,18 @@ def test_a_flipped_bit_is_refused(make_model, make_stage, make_rows, tmp_path: P
         trainer.resume(saved)
     (saved / victim).write_bytes(whole)
     trainer.resume(saved)
-    (saved / "checksums-0.json").unlink()  # of an older version
+    for checksums in saved.glob("checksums-*.json"):  # an older version had none
+        checksums.unlink()
     trainer.resume(saved)
+
+
+def test_progress_that_says_something_else_is_refused(make_model, make_stage, make_rows, tmp_path: Path):
+    """It reads well and would train on other rows."""
+    trainer, saved = saved_after_a_step(make_model, make_stage, make_rows, tmp_path)
+    path = saved / "progress.json"
+    path.write_text(path.read_text().replace('"tokens": ', '"tokens": 1'))
+    with pytest.raises(UserError, match="progress.json is not what was written"):
+        trainer.resume(saved)
 
 
 @pytest.mark.parametrize(

@@ -167,10 +167,20 @@ def test_a_held_out_loss_that_is_no_number_ends_the_run(make_model, make_stage, 
     assert "skip" not in str(error.value)
 
 
-def test_a_stage_that_ends_among_steps_left_out_says_so(
-    make_model, make_stage, make_rows, monkeypatch, tmp_path: Path
+@pytest.mark.parametrize("at_call", [3, 5])
+def test_a_stage_that_ends_among_steps_left_out_is_not_done(
+    make_model, make_stage, make_rows, monkeypatch, tmp_path: Path, at_call: int
 ):
-    poison_loss(monkeypatch, at_call=3, for_good=True)
-    telemetry = Telemetry(tmp_path, tensorboard=False)
-    Trainer(make_model(), make_stage(num_steps=5, divergence={"on_nan": "skip"}), make_rows(), telemetry).run()
-    assert "The last 3 steps were left out: the model is that of step 2" in (tmp_path / "telemetry.jsonl").read_text()
+    """A single bad batch may be the last one; a row of them ends the run."""
+    poison_loss(monkeypatch, at_call=at_call, for_good=True)
+    stage = make_stage(num_steps=5, divergence={"on_nan": "skip"})
+    trainer = Trainer(make_model(), stage, make_rows(), Telemetry(), tmp_path)
+    if at_call == 5:
+        trainer.run()
+        return
+    with pytest.raises(
+        UserError, match="diverged at step 5: its last 3 steps were left out.*those of step 2, saved in"
+    ):
+        trainer.run()
+    saved = latest_checkpoint(tmp_path)
+    assert saved is not None and saved.is_diverging()
