@@ -31,7 +31,9 @@ def test_the_commands_run(save_dense, tmp_path, monkeypatch):
     source = save_dense("llama_tied", vocab_size=len(tokenizer), num_hidden_layers=30, hidden_size=8, head_dim=4)
     tokenizer.save_pretrained(source)
     whole = "\n".join(COMMANDS).replace("\\\n", "").splitlines()
-    run = [shlex.split(line.replace("$SOURCE", str(source))) for line in whole if line.startswith("looplm")]
+    # Matrices as small as these have no rank of 64.
+    here = [line.replace("$SOURCE", str(source)).replace("--lora-rank 64", "--lora-rank 8") for line in whole]
+    run = [shlex.split(line) for line in here if line.startswith("looplm")]
     assert len(run) == 9
     for arguments in run:
         if arguments[1] == "train":

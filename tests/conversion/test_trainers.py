@@ -56,7 +56,7 @@ def test_transformers_trainer(converted, tmp_path, capsys):
 
 @pytest.mark.filterwarnings("default")  # PEFT calls what transformers has renamed
 def test_peft_lora(converted, tmp_path, capsys):
-    peft = pytest.importorskip("peft", reason="PEFT is not among the development tools; install it to run this")
+    peft = pytest.importorskip("peft", reason="needs peft")
     model = looplm.load(converted)
     ids = torch.tensor([looplm.load_tokenizer(converted)("loops within loops")["input_ids"]])
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -84,13 +84,13 @@ def test_peft_lora(converted, tmp_path, capsys):
 @pytest.mark.parametrize("with_lora", [False, True])
 @pytest.mark.filterwarnings("default")  # TRL warns of what it is about to change
 def test_trl_supervised_fine_tuning(converted, tmp_path, capsys, with_lora):
-    pytest.importorskip("trl", reason="TRL is not among the development tools; install it to run this")
+    pytest.importorskip("trl", reason="needs trl")
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     lora = None
     if with_lora:
-        peft = pytest.importorskip("peft", reason="PEFT is not among the development tools; install it to run this")
+        peft = pytest.importorskip("peft", reason="needs peft")
         lora = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     model = looplm.load(converted)
     trainer = SFTTrainer(

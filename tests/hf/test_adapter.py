@@ -123,7 +123,7 @@ def test_on_disk_and_back(make: Callable[..., LoopLMForCausalLM], tmp_path: Path
 def test_peft_reads_it_and_we_read_peft_s(
     make: Callable[..., LoopLMForCausalLM], tmp_path: Path, targets: list[str]
 ) -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not among the development tools; install it to run this")
+    peft = pytest.importorskip("peft", reason="needs peft")
     model = trained(make(), targets=targets)
     save_adapter(model, tmp_path / "ours", "base", ["model.early_exit_gate.weight", "model.early_exit_gate.bias"])
     theirs = peft.PeftModel.from_pretrained(make(), tmp_path / "ours")

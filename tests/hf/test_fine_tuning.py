@@ -10,7 +10,7 @@ from looplm.data.tokenizer import train_tokenizer
 from looplm.hf.config import LoopLMConfig
 from looplm.hf.modeling import LoopLMForCausalLM
 
-pytest.importorskip("trl", reason="TRL is not among the development tools; install it to run this")
+pytest.importorskip("trl", reason="needs trl")
 pytestmark = pytest.mark.filterwarnings("default")  # TRL warns of what it is about to change
 
 TEXTS = ["loops within loops", "a model that thinks", "loops"]

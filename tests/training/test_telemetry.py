@@ -262,6 +262,7 @@ def test_a_run_wandb_will_not_open_is_a_user_error(tmp_path: Path, monkeypatch: 
 def test_wandb_offline_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     """The real package, whose service takes seconds to start."""
     pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_DISABLE_WEAVE", "true")  # it speaks where another test has imported openai
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     telemetry = Telemetry(tmp_path / "run", wandb=WandbRecipe(project="loops", mode="offline"))
