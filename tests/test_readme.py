@@ -32,7 +32,10 @@ def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "command", [line for block in blocks("sh") for line in block.splitlines() if "stdlib-small" in line]
 )
-def test_commands_run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write where they are called
     monkeypatch.setattr(sys, "argv", shlex.split(command, comments=True))
     with pytest.raises(SystemExit) as stop:
         cli.main()

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from looplm.inference import ExitPolicy, Speculation
     from looplm.model.flops import CacheStrategy
 
-EXITS = "hidden-diff:EPS, kl:NATS, stable:LOOPS or deadline:MILLISECONDS"
-
 
 @dataclass(kw_only=True, frozen=True)
 class Depth:
@@ -50,7 +48,9 @@ class Depth:
         if self.num_loops is not None:
             return FixedDepth(self.num_loops)
         if self.exit is not None:
-            return parse_exit(self.exit)
+            from looplm.inference.exit_policy import parse_exit
+
+            return parse_exit(self.exit, "--exit")
         return None if self.exit_threshold is None else QuantileExit(self.exit_threshold)
 
     def speculation(self) -> "Speculation | None":
@@ -72,26 +72,6 @@ class Depth:
             "draft_tokens": self.draft_tokens,
             "draft_vocab": self.draft_vocab,
         }
-
-
-def parse_exit(text: str) -> "ExitPolicy":
-    """An exit policy from NAME:NUMBER. Raises UserError for another form, name or number."""
-    from looplm.inference import ConfidenceExit, Deadline, HiddenDiffExit
-
-    name, _, value = text.partition(":")
-    try:
-        number = int(value) if name == "stable" else float(value)
-    except ValueError:
-        raise UserError(f"--exit is {text!r}; give {EXITS}.") from None
-    if name == "hidden-diff":
-        return HiddenDiffExit(number)
-    if name == "kl":
-        return ConfidenceExit(kl=number)
-    if name == "stable":
-        return ConfidenceExit(stable_loops=int(number))
-    if name == "deadline":
-        return Deadline(number)
-    raise UserError(f"--exit is {text!r}; give {EXITS}.")
 
 
 def check_kv_cache(name: str) -> "CacheStrategy":

@@ -248,3 +248,24 @@ def compare_logits(
     wide = torch.promote_types(now.dtype, torch.float32)
     log_before, log_now = before.to(wide).log_softmax(-1), now.to(wide).log_softmax(-1)
     return (log_before.exp() * (log_before - log_now)).sum(-1), before.argmax(-1) == now.argmax(-1)
+
+
+EXITS = "hidden-diff:EPS, kl:NATS, stable:LOOPS or deadline:MILLISECONDS"
+
+
+def parse_exit(text: str, option: str) -> ExitPolicy:
+    """An exit policy from NAME:NUMBER, as `option` gives it. Raises UserError for another form, name or number."""
+    name, _, value = text.partition(":")
+    try:
+        number = int(value) if name == "stable" else float(value)
+    except ValueError:
+        raise UserError(f"{option} is {text!r}; give {EXITS}.") from None
+    if name == "hidden-diff":
+        return HiddenDiffExit(number)
+    if name == "kl":
+        return ConfidenceExit(kl=number)
+    if name == "stable":
+        return ConfidenceExit(stable_loops=int(number))
+    if name == "deadline":
+        return Deadline(number)
+    raise UserError(f"{option} is {text!r}; give {EXITS}.")

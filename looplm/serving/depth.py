@@ -1,18 +1,10 @@
 """What the extras of a request that speak of depth mean."""
 
 from looplm.errors import UserError
-from looplm.inference.exit_policy import (
-    ConfidenceExit,
-    Deadline,
-    ExitPolicy,
-    FixedDepth,
-    HiddenDiffExit,
-    QuantileExit,
-)
+from looplm.inference.exit_policy import Deadline, ExitPolicy, FixedDepth, QuantileExit, parse_exit
 from looplm.inference.speculative import Speculation
 from looplm.serving.schema import Generation
 
-EXITS = "hidden-diff:EPS, kl:NATS, stable:LOOPS or deadline:MILLISECONDS"
 DEEPEST = 2
 """A request may ask for so many times the trained loops: more would only keep others waiting."""
 
@@ -25,7 +17,7 @@ def exit_of(body: Generation, trained_loops: int) -> ExitPolicy | None:
         return QuantileExit(body.exit_threshold)
     if body.deadline_ms is not None:
         return Deadline(body.deadline_ms)
-    return None if body.exit is None else parse_exit(body.exit)
+    return None if body.exit is None else parse_exit(body.exit, "exit")
 
 
 def checked_loops(num_loops: int, trained_loops: int) -> int:
@@ -41,21 +33,3 @@ def checked_loops(num_loops: int, trained_loops: int) -> int:
 def speculation_of(body: Generation) -> Speculation | None:
     """What is drafted, if anything."""
     return None if body.draft_loops is None else Speculation(body.draft_loops, body.draft_tokens)
-
-
-def parse_exit(text: str) -> ExitPolicy:
-    """An exit policy from NAME:NUMBER. Raises UserError for another form, name or number."""
-    name, _, value = text.partition(":")
-    try:
-        number = int(value) if name == "stable" else float(value)
-    except ValueError:
-        raise UserError(f"exit is {text!r}; give {EXITS}.") from None
-    if name == "hidden-diff":
-        return HiddenDiffExit(number)
-    if name == "kl":
-        return ConfidenceExit(kl=number)
-    if name == "stable":
-        return ConfidenceExit(stable_loops=int(number))
-    if name == "deadline":
-        return Deadline(number)
-    raise UserError(f"exit is {text!r}; give {EXITS}.")

@@ -3,6 +3,7 @@
 A field that is known but cannot take effect is accepted at the value that changes nothing, and refused at any other.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -103,14 +104,14 @@ class Generation(Body):
         return self
 
     @property
+    @abstractmethod
     def scored(self) -> bool:
         """Whether the log-probabilities of tokens are asked for."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def top(self) -> int:
         """How many alternatives are asked for at each token."""
-        raise NotImplementedError
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         """As the engine takes it; OpenAI's defaults where nothing is said (temperature 1). Raises UserError."""
