@@ -85,9 +85,9 @@ def make_engine(model: Any, tokenizer: Any) -> Callable[..., looplm.Engine]:
     return lambda **options: looplm.Engine(model, tokenizer, **options)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(make_engine: Callable[..., looplm.Engine]) -> Iterator[Running]:
-    """A server without limits that a test would meet, for all tests that leave it as it was."""
+    """A server without limits that a test would meet, for all tests of a file that leave it as it was."""
     with running(make_engine()) as up:
         yield up
 
