@@ -12,96 +12,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from filelock import FileLock
 
 import looplm
 from looplm.errors import UserError
 from looplm.hf.load import load_tokenizer
-from looplm.strict import parse
 from looplm.training.distributed import Ranks
-from looplm.training.recipe import RunRecipe
 from looplm.training.recipe_file import dump_recipe, load_recipe
 from looplm.training.run import run
 from looplm.training.run_directory import LOCK
-from looplm.training.trainer import Trainer
 
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty small documents, a few of which are held out by their names."""
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(60):
-        words = [f"word{(i * j) % 17} and then {(i + j) % 7}" for j in range(20)]
-        (folder / f"document{i}.txt").write_text("\n".join(words))
-    return folder
-
-
-def tiny(texts: Path, **changes: Any) -> dict[str, Any]:
-    """Two stages of four steps: the second has twice the layers, rows twice as long, drawn depth and accumulation."""
-    data = {"sources": [{"kind": "files", "paths": [f"{texts}/*.txt"], "part": "train"}]}
-    stage = {"batch_tokens": 64, "objective": {"kind": "expected_loss", "beta": 0.1}, "optimizer": {"lr": 1e-2}}
-    first = stage | {"name": "first", "num_steps": 4, "seq_len": 16, "num_loops": 2, "data": data, "log_every": 1}
-    second = stage | {
-        "name": "second", "num_steps": 4, "seq_len": 32, "num_loops": {"kind": "uniform", "min": 1, "max": 3},
-        "rope_theta": 50_000, "upcycle": {"num_layers": 2}, "micro_batch_rows": 1, "log_every": 1,
-        "data": {"sources": [
-            data["sources"][0] | {"weight": 2}, {"kind": "files", "paths": [f"{texts}/*9.txt"], "weight": 1},
-        ]},
-    }  # fmt: skip
-    recipe = {
-        "name": "tiny",
-        "model": {"kind": "new", "architecture": {
-            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "num_key_value_heads": 2, "head_dim": 8, "num_loops": 3, "tie_word_embeddings": True,
-        }},
-        "tokenizer": {"kind": "train", "vocab_size": 280},
-        "stages": [first, second],
-        "evaluation": {"every": 3, "max_tokens": 200, "seq_len": 16},
-        "checkpoints": {"every": 2, "keep_last": 1},
-        "telemetry": {"tensorboard": False},
-    }  # fmt: skip
-    return recipe | changes
-
-
-def recipe_of(data: dict[str, Any]) -> RunRecipe:
-    return parse(RunRecipe, data, "tiny")
-
-
-def told(run_dir: Path) -> list[dict[str, Any]]:
-    """Telemetry without what a clock or the machine decides."""
-    timed = ("seconds", "tokens_per_second", "memory_bytes")
-    lines = map(json.loads, (run_dir / "telemetry.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name not in timed} for line in lines]
-
-
-@pytest.fixture(scope="module")
-def straight(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in one piece."""
-    run_dir = tmp_path_factory.mktemp("straight") / "run"
-    run(recipe_of(tiny(texts)), run_dir)
-    return run_dir
-
-
-class Killed(Exception):
-    """Stands for a process that ends without a word."""
-
-
-def run_until(recipe: RunRecipe, run_dir: Path, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs, resuming, until `num_steps` steps are done."""
-    left = num_steps
-    real = Trainer.train_step
-
-    def step(self: Trainer) -> Any:
-        nonlocal left
-        if left == 0:
-            raise Killed
-        left -= 1
-        return real(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "train_step", step)
-        with pytest.raises(Killed):
-            run(recipe, run_dir, resume=True)
+from .whole_runs import recipe_of, run_until, tiny, told
 
 
 def test_what_a_run_leaves_behind(straight: Path, texts: Path) -> None:
@@ -186,77 +106,7 @@ def test_moments_go_on_into_the_next_stage_unless_reset(
     assert (tmp_path / "killed" / "second" / "model.safetensors").read_bytes() == kept
 
 
-# --- Directories ----------------------------------------------------------------------------------------------------
-
-
-def test_a_directory_in_use_is_refused(straight: Path, texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not empty: it holds a run that --resume continues"):
-        run(recipe_of(tiny(texts)), straight)
-    (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match=r"is not empty: it holds thesis\.tex"):
-        run(recipe_of(tiny(texts)), tmp_path)
-    with pytest.raises(UserError, match="holds no run to resume"):
-        run(recipe_of(tiny(texts)), tmp_path, resume=True)
-    with pytest.raises(UserError, match="is a file"):
-        run(recipe_of(tiny(texts)), tmp_path / "thesis.tex")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_only_a_failed_start_of_ours_is_written_over(texts: Path, tmp_path: Path) -> None:
-    run_dir, text = tmp_path / "exp", "# my comments\n" + dump_recipe(recipe_of(tiny(texts)))
-    (run_dir / "tokenizer").mkdir(parents=True)
-    (run_dir / "tokenizer" / "notes").write_text("precious")
-    (run_dir / "recipe.yaml").write_text(text)
-    recipe = load_recipe(run_dir / "recipe.yaml")
-    with pytest.raises(UserError, match=r"is not empty: it holds recipe\.yaml, tokenizer\. Choose another"):
-        run(recipe, run_dir)
-    with pytest.raises(UserError, match=r"no run to resume: looplm has not written the recipe\.yaml in it"):
-        run(recipe, run_dir, resume=True)
-    shutil.rmtree(run_dir / "tokenizer")
-    for resume in (False, True):
-        with pytest.raises(UserError, match="not empty|no run to resume"):
-            run(recipe, run_dir, resume=resume)
-    assert (run_dir / "recipe.yaml").read_text() == text and len(list(run_dir.iterdir())) == 1
-    (run_dir / "recipe.yaml").unlink()
-    (run_dir / "tokenizer").mkdir()
-    with pytest.raises(UserError, match="is not empty: it holds tokenizer"):
-        run(recipe, run_dir)
-    # With the marker the same is a start that failed, as on data that could not be tokenised.
-    (run_dir / ".looplm-run").touch()
-    run(recipe, run_dir)
-    assert (run_dir / "second" / "config.json").is_file() and (run_dir / "tokenizer" / "tokenizer.json").is_file()
-
-
-def test_two_processes_never_train_in_one_directory(straight: Path, texts: Path, tmp_path: Path) -> None:
-    run_dir = shutil.copytree(straight, tmp_path / "run")
-    for directory, resume in ((run_dir, True), (tmp_path / "new", False)):
-        directory.mkdir(exist_ok=True)
-        held = FileLock(directory / LOCK)
-        with held, pytest.raises(UserError, match="Another process is training in .*--resume; or choose another"):
-            run(recipe_of(tiny(texts)), directory, resume=resume)
-        before = {path.name for path in directory.iterdir()}
-        run(recipe_of(tiny(texts)), directory, resume=resume)  # free again
-        assert before <= {path.name for path in directory.iterdir()} | {LOCK}
-
-
-def test_a_run_that_failed_leaves_its_directory_free(texts: Path, tmp_path: Path, monkeypatch) -> None:
-    run_until(recipe_of(tiny(texts)), tmp_path / "run", 3, monkeypatch)
-    FileLock(tmp_path / "run" / LOCK).acquire(timeout=0).lock.release()
-
-
-def test_directories_that_cannot_be_made(texts: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    for run_dir in (tmp_path / "file" / "run", Path("/proc/run"), Path("/sys/run"), tmp_path / ("x" * 300)):
-        with pytest.raises(UserError, match="cannot be a run directory: .*--out"):
-            run(recipe_of(tiny(texts)), run_dir)
-
-
-def test_an_older_run_without_the_marker_resumes(straight: Path, texts: Path, tmp_path: Path) -> None:
-    run_dir = shutil.copytree(straight, tmp_path / "run")
-    (run_dir / ".looplm-run").unlink()
-    with pytest.raises(UserError, match="it holds a run that --resume continues"):
-        run(recipe_of(tiny(texts)), run_dir)
-    run(recipe_of(tiny(texts)), run_dir, resume=True)
+# --- A finished run -------------------------------------------------------------------------------------------------
 
 
 def test_a_finished_run_resumes_to_nothing(straight: Path, texts: Path) -> None:
