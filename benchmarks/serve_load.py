@@ -5,8 +5,8 @@
 
 Streams of mixed length, depth, policy, drafts and temperature run against a server in a process of its own. What each
 should say has been computed first, one text at a time, by an engine in this process, in float64, where a text does
-not depend on its batch-mates at all. Prints tables of latency, throughput and memory, and the cost of the HTTP layer
-as ratios to the engine alone, measured in turn.
+not depend on its batch-mates at all. Prints one table of latency, throughput and memory, and one of the cost of the
+HTTP layer as ratios to the engine alone. Nothing waits for ever: a server that stops answering ends it with an error.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import statistics
 import subprocess
@@ -49,6 +50,12 @@ DEPTHS: tuple[dict[str, Any], ...] = (
     {"num_loops": 4, "draft_loops": 1, "draft_tokens": 2},
 )
 LENGTHS = (1, 3, 8, 16, 32, 64)
+PATIENCE = 120.0
+"""Seconds that a client waits for all of an answer."""
+MOST_MISTAKES = 100
+"""After so many a run is over: the server is broken, or gone."""
+CROWD = 1000
+"""Connections at one time, in the run with rough clients."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ class Tally:
     mistakes: list[str] = field(default_factory=list)
     """Texts, tokens or depths other than alone, and streams that did not end as they should."""
     rough: dict[str, int] = field(default_factory=dict)
+    crowd: str = "none"
+    """How many of CROWD connections were answered, and within what time."""
     first: list[float] = field(default_factory=list)
     """Seconds to the first token."""
     between: list[float] = field(default_factory=list)
@@ -83,11 +92,20 @@ class Tally:
 # --- What should come back ------------------------------------------------------------------------------------------
 
 
-def make_jobs(engine: looplm.Engine, model_name: str, count: int, seed: int = 0) -> list[Job]:
-    """Jobs of every kind, each run alone."""
+def submit(engine: looplm.Engine, body: dict[str, Any]) -> Any:
+    """The one request of a body, put into an engine."""
     from looplm.serving.depth import exit_of, speculation_of
     from looplm.serving.schema import CompletionRequest
 
+    read = CompletionRequest(**body)
+    exit = exit_of(read, engine.model.model.config.num_loops)
+    sampling = read.sampling(body["max_tokens"])
+    (request,) = engine.submit(body["prompt"], sampling, exit, speculation=speculation_of(read))
+    return request
+
+
+def make_jobs(engine: looplm.Engine, model_name: str, count: int, seed: int = 0) -> list[Job]:
+    """Jobs of every kind, each run alone."""
     draw = random.Random(seed)
     jobs = []
     for number in range(count):
@@ -101,14 +119,10 @@ def make_jobs(engine: looplm.Engine, model_name: str, count: int, seed: int = 0)
             "return_depths": True,
             **DEPTHS[number % len(DEPTHS)],
         }
-        read = CompletionRequest(**body)
-        trained = engine.model.model.config.num_loops
-        (result,) = engine.generate(
-            body["prompt"],
-            read.sampling(body["max_tokens"]),
-            exit_of(read, trained),
-            speculation=speculation_of(read),
-        )
+        request = submit(engine, body)
+        while request.finish_reason is None:
+            engine.step()
+        result = engine.result(request)
         jobs.append(Job(body, result.text or "", result.token_ids, result.loops))
     return jobs
 
@@ -116,25 +130,26 @@ def make_jobs(engine: looplm.Engine, model_name: str, count: int, seed: int = 0)
 # --- Clients --------------------------------------------------------------------------------------------------------
 
 
-def request_bytes(body: dict[str, Any]) -> bytes:
-    """A request over a connection of its own."""
+def request_bytes(body: dict[str, Any], length: int | None = None) -> bytes:
+    """A request over a connection of its own. length: what it says of its size, if not the truth."""
     content = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     )
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+    return f"{head}Content-Length: {length or len(content)}\r\n\r\n".encode() + content
 
 
 @contextlib.asynccontextmanager
 async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection, closed at the end whatever happens."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+    """A connection, closed at the end whatever happens, and after PATIENCE at the latest: TimeoutError then."""
+    async with asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
 async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
@@ -172,7 +187,7 @@ async def stream(port: int, job: Job, tally: Tally) -> None:
                     token_ids += choice["token_ids"]
                     loops += choice["loops"]
     except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-        tally.mistakes.append(f"{job.body}: {error}")
+        tally.mistakes.append(f"{job.body}: {type(error).__name__} {error}")
         return
     if (text, token_ids, loops) != (job.text, job.token_ids, job.loops) or final.get("token_ids") != token_ids:
         tally.mistakes.append(f"{job.body}: {text!r} {loops}, alone {job.text!r} {job.loops}")
@@ -181,31 +196,49 @@ async def stream(port: int, job: Job, tally: Tally) -> None:
     tally.whole.append(time.perf_counter() - begun)
 
 
+ROUGH = ("vanish early", "vanish midway", "stall", "send garbage", "send bad JSON", "stop sending", "send 10 MB")
+
+
 async def misbehave(port: int, job: Job, draw: random.Random, tally: Tally) -> None:
-    """A client that vanishes, stalls, or sends garbage."""
-    kind = draw.choice(
-        ("vanishes early", "vanishes midway", "stalls", "sends garbage", "sends bad JSON", "stops sending")
-    )
+    """A client that vanishes, stalls, or sends what is no request."""
+    kind = draw.choice(ROUGH)
     tally.rough[kind] = tally.rough.get(kind, 0) + 1
-    body = {**job.body, "max_tokens": 400, "ignore_eos": True, "n": draw.choice((1, 2))}
+    sent = request_bytes({**job.body, "max_tokens": 400, "ignore_eos": True, "n": draw.choice((1, 2))})
     with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError):
         async with connected(port) as (reader, writer):
-            if kind == "sends garbage":
-                writer.write(draw.randbytes(draw.randrange(1, 5000)) + b"\r\n\r\n")
-                await asyncio.wait_for(reader.read(), 5)
-                return
-            if kind == "sends bad JSON":
-                writer.write(request_bytes(body).replace(b'"max_tokens": 400', b'"max_tokens": 4e', 1))
-                await asyncio.wait_for(reader.read(), 5)
-                return
-            sent = request_bytes(body)
-            writer.write(sent[: draw.randrange(1, len(sent))] if kind == "stops sending" else sent)
+            if kind == "send garbage":
+                sent = draw.randbytes(draw.randrange(1, 5000)) + b"\r\n\r\n"
+            elif kind == "send bad JSON":
+                sent = sent.replace(b'"max_tokens": 400', b'"max_tokens": 4e', 1)
+            elif kind == "stop sending":
+                sent = sent[: draw.randrange(1, len(sent))]
+            elif kind == "send 10 MB":
+                sent = request_bytes({}, length=10**7) + b" " * (10**7 - 2)
+            writer.write(sent)
             await writer.drain()
-            if kind == "vanishes midway":
+            if kind == "vanish midway":
                 await reader.readexactly(draw.randrange(100, 4000))
-            elif kind in ("stalls", "stops sending"):
+            elif kind in ("stall", "stop sending"):
                 await asyncio.sleep(draw.uniform(0.5, 3))
+            elif kind.startswith("send"):
+                status = await asyncio.wait_for(reader.readline(), 5)
+                if not status.startswith(b"HTTP/1.1 4"):
+                    tally.mistakes.append(f"to those who {kind} the server says {status!r}")
             writer.transport.abort()
+
+
+async def crowd(port: int, tally: Tally) -> None:
+    """CROWD connections at one time, each of which is answered."""
+    begun = time.perf_counter()
+    async with contextlib.AsyncExitStack() as stack:
+        pairs = [await stack.enter_async_context(connected(port)) for _ in range(CROWD)]
+        for _, writer in pairs:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        statuses = [await reader.readline() for reader, _ in pairs]
+    answered = sum(status.startswith(b"HTTP/1.1 200") for status in statuses)
+    tally.crowd = f"{answered:,} of {CROWD:,} in {time.perf_counter() - begun:.1f} s"
+    if answered < CROWD:
+        tally.mistakes.append(f"connections answered: {tally.crowd}")
 
 
 async def load(
@@ -215,6 +248,7 @@ async def load(
     streams: int,
     seconds: float,
     rough: int = 0,
+    crowded: bool = False,
     pid: int | None = None,
     seed: int = 0,
 ) -> Tally:
@@ -222,11 +256,12 @@ async def load(
     tally, begun = Tally(), time.perf_counter()
 
     def left() -> bool:
-        return time.perf_counter() - begun < seconds
+        return time.perf_counter() - begun < seconds and len(tally.mistakes) < MOST_MISTAKES
 
     async def client(draw: random.Random) -> None:
         while left():
             await stream(port, draw.choice(jobs), tally)
+        tally.seconds = time.perf_counter() - begun  # that of the last; rough clients may take longer
 
     async def rough_client(draw: random.Random) -> None:
         while left():
@@ -238,9 +273,14 @@ async def load(
             tally.memory.append((resident(pid), await room(port)))
             await asyncio.sleep(min(1.0, seconds / 8))
 
+    async def come_at_once() -> None:
+        if crowded:
+            await asyncio.sleep(seconds / 2)
+            await crowd(port, tally)
+
     clients = [client(random.Random(seed + i)) for i in range(streams)]
-    await asyncio.gather(watch(), *clients, *[rough_client(random.Random(seed - 1 - i)) for i in range(rough)])
-    tally.seconds = time.perf_counter() - begun
+    clients += [rough_client(random.Random(seed - 1 - i)) for i in range(rough)]
+    await asyncio.gather(watch(), come_at_once(), *clients)
     return tally
 
 
@@ -255,18 +295,17 @@ def server(checkpoint: str, max_batch: int, memory_gb: float) -> Iterator[tuple[
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
+        if not select.select([process.stdout], [], [], PATIENCE)[0]:
+            raise TimeoutError("the server does not come up")
         said = process.stdout.readline()
-        port = int(said.split("/v1;")[0].rsplit(":", 1)[1])
-        while True:
-            with contextlib.suppress(OSError):
-                asyncio.run(ask(port, "/health"))
-                break
-            assert process.poll() is None, "the server has ended"
-            time.sleep(0.1)
-        yield port, process.pid
+        yield int(said.split("/v1;")[0].rsplit(":", 1)[1]), process.pid
     finally:
         process.send_signal(signal.SIGTERM)
-        print(f"The server ended with status {process.wait(60)} after SIGTERM.")
+        try:
+            print(f"\nThe server ended with status {process.wait(60)} after SIGTERM.")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
 
 async def ask(port: int, path: str) -> str:
@@ -276,16 +315,22 @@ async def ask(port: int, path: str) -> str:
         return (await reader.read()).decode().partition("\r\n\r\n")[2]
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds (Linux)."""
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
+async def metrics(port: int) -> dict[str, float]:
+    """The server's counts by name, those without labels."""
+    lines = [line.split() for line in (await ask(port, "/metrics")).splitlines() if line.startswith("looplm_")]
+    return {name: float(value) for name, value in lines if "{" not in name}
 
 
 async def room(port: int) -> int:
     """Bytes that the engine has taken for keys, values and states."""
-    lines = (line.split() for line in (await ask(port, "/metrics")).splitlines())
-    return sum(int(float(line[1])) for line in lines if line[:1] in (["looplm_cache_bytes"], ["looplm_state_bytes"]))
+    counts = await metrics(port)
+    return int(counts["looplm_cache_bytes"] + counts["looplm_state_bytes"])
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds (Linux)."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
 
 
 def processor_seconds(pid: int) -> float:
@@ -294,13 +339,15 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def compare(port: int, pid: int, engine: looplm.Engine, model_name: str, rounds: int) -> dict[str, float]:
-    """The HTTP layer against the engine alone, in turn, one client: seconds to the first token, of a whole text, and
-    of processor time, which other work on the machine does not change."""
-    kinds = ("first", "whole", "processor")
-    times: dict[str, list[float]] = {f"{where} {kind}": [] for where in ("http", "engine") for kind in kinds}
-    (job,) = make_jobs(engine, model_name, 1)
-    body = {**job.body, "max_tokens": 64, "temperature": 0, "ignore_eos": True, "num_loops": 4}
+# --- The cost of HTTP -----------------------------------------------------------------------------------------------
+
+
+def compare(port: int, pid: int, engine: looplm.Engine, model_name: str, rounds: int) -> dict[str, list[float]]:
+    """One client, the server and the engine alone in turn: seconds to the first token, of a whole text, and of
+    processor time, which other work on the machine does not change; of both, medians."""
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in ("first token", "whole text", "processor time")}
+    body = {"model": model_name, "prompt": PROMPTS[0], "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+    body |= {"num_loops": 4, "stream": True}
     params = looplm.SamplingParams(max_tokens=64, ignore_eos=True)
 
     async def over_http() -> tuple[float, float]:
@@ -311,19 +358,34 @@ def compare(port: int, pid: int, engine: looplm.Engine, model_name: str, rounds:
                 first = first or time.perf_counter() - begun
         return first, time.perf_counter() - begun
 
-    for _ in range(rounds):
-        used = processor_seconds(pid)
-        first, whole = asyncio.run(over_http())
-        times["http processor"].append(processor_seconds(pid) - used)
-        times["http first"].append(first)
-        times["http whole"].append(whole)
-        begun, first, used = time.perf_counter(), 0.0, time.process_time()
+    def alone() -> tuple[float, float]:
+        begun, first = time.perf_counter(), 0.0
         for _ in engine.stream(body["prompt"], params, looplm.FixedDepth(4)):
             first = first or time.perf_counter() - begun
-        times["engine first"].append(first)
-        times["engine whole"].append(time.perf_counter() - begun)
-        times["engine processor"].append(time.process_time() - used)
-    return {name: statistics.median(values) for name, values in times.items()}
+        return first, time.perf_counter() - begun
+
+    for _ in range(rounds):
+        used = processor_seconds(pid)
+        http = *asyncio.run(over_http()), processor_seconds(pid) - used
+        used = time.process_time()
+        own = *alone(), time.process_time() - used
+        for name, *pair in zip(times, http, own, strict=True):
+            for values, value in zip(times[name], pair, strict=True):
+                values.append(value)
+    return {name: [statistics.median(values) for values in pair] for name, pair in times.items()}
+
+
+def time_per_token(engine: looplm.Engine, jobs: Sequence[Job], streams: int, seconds: float) -> float:
+    """Processor seconds for a token of the engine alone with so many jobs always in it, measured over `seconds`."""
+    draw, running = random.Random(0), []
+    tokens, begun = engine.stats.generated_tokens, time.process_time()
+    while time.process_time() - begun < seconds:
+        running += [submit(engine, draw.choice(jobs).body) for _ in range(streams - len(running))]
+        engine.step()
+        running = [request for request in running if request.finish_reason is None]
+    used = time.process_time() - begun
+    engine.cancel(running)
+    return used / (engine.stats.generated_tokens - tokens)
 
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
@@ -332,38 +394,46 @@ def compare(port: int, pid: int, engine: looplm.Engine, model_name: str, rounds:
 def percentiles(values: Sequence[float]) -> str:
     """50, 90, 99 and 100 of 100, in milliseconds."""
     ordered = sorted(values)
-    return " ".join(
-        f"{1000 * ordered[min(len(ordered) - 1, int(p * len(ordered)))]:>9,.0f}" for p in (0.5, 0.9, 0.99, 1)
+    return ", ".join(
+        f"{1000 * ordered[min(len(ordered) - 1, int(p * len(ordered)))]:,.0f}" for p in (0.5, 0.9, 0.99, 1)
     )
 
 
-def report(name: str, tally: Tally) -> None:
-    """A table of one run."""
-    print(f"\n{name}: {tally.streams:,} streams, {tally.tokens:,} tokens in {tally.seconds:.0f} s,", end=" ")
-    print(f"{tally.tokens / tally.seconds:,.0f} tokens a second; {len(tally.mistakes)} differ from the text alone")
-    for kind, count in sorted(tally.rough.items()):
-        print(f"  {count:>5} clients: {kind}")
-    print(f"{'milliseconds':<22}{'median':>9} {'90 %':>9} {'99 %':>9} {'most':>9}")
-    for label, values in (
-        ("to the first token", tally.first),
-        ("between events", tally.between),
-        ("whole", tally.whole),
-    ):
-        if values:
-            print(f"{label:<22}{percentiles(values)}")
-    if len(tally.memory) >= 8:
-        quarter = len(tally.memory) // 4
-        print("memory of the server by quarters of the run, and of it for keys, values and states, MB:", end="")
-        for part in (tally.memory[i * quarter : (i + 1) * quarter] for i in range(4)):
-            held, for_texts = (statistics.median(values) / 1e6 for values in zip(*part, strict=True))
-            print(f"  {held:,.0f} ({for_texts:,.0f})", end="")
-        print()
-    for mistake in tally.mistakes[:5]:
-        print(f"  {mistake[:400]}")
+def quarters(values: Sequence[int]) -> str:
+    """Medians of the four parts of a run, in megabytes."""
+    size = max(1, len(values) // 4)
+    return ", ".join(f"{statistics.median(values[i * size : (i + 1) * size] or values) / 1e6:,.0f}" for i in range(4))
 
 
-def main() -> None:
-    """Runs all of it; exit status 1 when a text was not its own."""
+def report(runs: dict[str, Tally], per_token: dict[str, float]) -> str:
+    """The table of some runs. per_token: processor time of a token over that of the engine alone, of each run."""
+    rows: dict[str, list[str]] = {}
+    for name, tally in runs.items():
+        held, kept = zip(*tally.memory, strict=True) if tally.memory else ((), ())
+        cells = {
+            "streams": f"{tally.streams:,}",
+            "tokens": f"{tally.tokens:,}",
+            "tokens a second": f"{tally.tokens / tally.seconds:,.0f}",
+            "mistakes: lost, mixed-up or other than alone": f"{len(tally.mistakes)}",
+            "first token, ms: median, 90 %, 99 %, most": percentiles(tally.first),
+            "between tokens, ms": percentiles(tally.between),
+            "whole text, ms": percentiles(tally.whole),
+            "memory of the server by quarters of the run, MB": quarters(held) if held else "-",
+            "of it for keys, values and states, MB": quarters(kept) if kept else "-",
+            "processor time of a token over the engine alone": f"{per_token[name]:.2f}" if name in per_token else "-",
+            **{f"clients that {kind}": f"{tally.rough.get(kind, 0):,}" for kind in ROUGH},
+            f"{CROWD:,} connections at one time, answered": tally.crowd,
+        }
+        for row, cell in cells.items():
+            rows.setdefault(row, []).append(cell)
+    lines = [f"| | {' | '.join(runs)} |", f"| --- |{' --- |' * len(runs)}"]
+    lines += [f"| {row} | {' | '.join(cells)} |" for row, cells in rows.items()]
+    told = [mistake[:400] for tally in runs.values() for mistake in tally.mistakes[:5]]
+    return "\n".join([*lines, *told])
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description="Put `looplm serve` under load.")
     parser.add_argument("--checkpoint", default="stdlib-small")
     parser.add_argument("--streams", type=int, default=64)
@@ -373,34 +443,34 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--memory-gb", type=float, default=0.3, help="for keys, values and states of the server")
     parser.add_argument("--rounds", type=int, default=9, help="of the comparison with the engine alone")
-    asked = parser.parse_args()
-    tokenizer = looplm.load_tokenizer(asked.checkpoint)
-    engine = looplm.Engine(looplm.load(asked.checkpoint, dtype="fp64"), tokenizer)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs all of it; exit status 1 when a text was not its own, or somebody was answered wrongly."""
+    asked = arguments()
+    model, tokenizer = looplm.load(asked.checkpoint, dtype="fp64"), looplm.load_tokenizer(asked.checkpoint)
+    engine = looplm.Engine(model, tokenizer)
     jobs = make_jobs(engine, asked.checkpoint, asked.jobs)
-    mistakes = 0
+    batch = looplm.Engine(model, tokenizer, max_batch=asked.max_batch, memory_bytes=int(asked.memory_gb * 1e9))
+    runs: dict[str, Tally] = {}
+    per_token: dict[str, float] = {}
     with server(asked.checkpoint, asked.max_batch, asked.memory_gb) as (port, pid):
         found = compare(port, pid, engine, asked.checkpoint, asked.rounds)
-        print("One client against the engine alone, medians in turn:")
-        for name in ("first", "whole", "processor"):
-            http, alone = found[f"http {name}"], found[f"engine {name}"]
-            print(
-                f"  {name:<6} {1000 * http:8.1f} ms over HTTP, {1000 * alone:8.1f} ms alone, ratio {http / alone:.2f}"
-            )
-        for name, rough in (("Well-behaved", 0), ("With rough clients", asked.rough)):
-            tally = asyncio.run(
-                load(
-                    port,
-                    jobs,
-                    streams=asked.streams,
-                    seconds=asked.seconds,
-                    rough=rough,
-                    pid=pid,
-                )
-            )
-            report(name, tally)
-            mistakes += len(tally.mistakes)
-        print(f"The server after that: {asyncio.run(ask(port, '/health'))}")
-    raise SystemExit(1 if mistakes else 0)
+        for name, rough in ((f"{asked.streams} streams", 0), (f"beside {asked.rough} rough clients", asked.rough)):
+            own = time_per_token(batch, jobs, asked.streams, asked.seconds / 8)
+            used, before = processor_seconds(pid), asyncio.run(metrics(port))
+            options = {"streams": asked.streams, "seconds": asked.seconds, "pid": pid}
+            runs[name] = asyncio.run(load(port, jobs, rough=rough, crowded=rough > 0, **options))
+            tokens = asyncio.run(metrics(port))["looplm_generated_tokens_total"]
+            tokens -= before["looplm_generated_tokens_total"]
+            per_token[name] = (processor_seconds(pid) - used) / tokens / own
+        print(report(runs, per_token))
+        print("\n| one client, median | over HTTP, ms | engine alone, ms | ratio |\n| --- | --- | --- | --- |")
+        for name, (http, own) in found.items():
+            print(f"| {name} | {1000 * http:.1f} | {1000 * own:.1f} | {http / own:.2f} |")
+        print(f"\nThe server after that: {asyncio.run(ask(port, '/health'))}")
+    raise SystemExit(1 if any(tally.mistakes for tally in runs.values()) else 0)
 
 
 if __name__ == "__main__":

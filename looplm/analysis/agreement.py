@@ -75,6 +75,37 @@ def agreement(
     )
 
 
+@dataclass(frozen=True)
+class LevelAgreement:
+    """Answers of R loops to the prompts of one level."""
+
+    level: int
+    num_prompts: int
+    changed: tuple[float, ...]
+    """(R - 1,): share of prompts whose answer another loop changes."""
+    accuracy: tuple[float, ...] | None
+    """(R,): share of right answers, where these are known."""
+
+
+def agreement_by_level(
+    answers: Int[Tensor, "R N"], right: Int[Tensor, " N"] | None, levels: Sequence[int | None]
+) -> tuple[LevelAgreement, ...]:
+    """What changes at each level, ascending; prompts without one are left out."""
+    found = []
+    for level in sorted({one for one in levels if one is not None}):
+        mine = torch.tensor([one == level for one in levels])
+        given = answers[:, mine]
+        found.append(
+            LevelAgreement(
+                level=level,
+                num_prompts=int(mine.sum()),
+                changed=tuple((given[1:] != given[:-1]).double().mean(1).tolist()),
+                accuracy=None if right is None else tuple((given == right[mine]).double().mean(1).tolist()),
+            )
+        )
+    return tuple(found)
+
+
 def _nested(values: Tensor) -> tuple:
     """A tensor as nested tuples."""
     return tuple(_nested(part) for part in values) if values.ndim else values.item()  # pyright: ignore[reportReturnType]

@@ -7,11 +7,13 @@ far the final answer moves.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from looplm.analysis.intervals import standard_error
 from looplm.analysis.readout import Labels, label_logits
 from looplm.analysis.trace import LoopLM
 from looplm.errors import UserError
@@ -118,9 +120,16 @@ class PatchEffect:
     """As given: negative from the end."""
     moved: float | None
     """Mean share of the way from the own answer to the source's, in log odds of the two: 0 nothing, 1 all of it. None
-    for noise, which has no source."""
+    for noise and states of the prompt's own, which have no source."""
+    moved_stderr: float | None
+    """Standard error over pairs."""
     flipped: float
-    """Share of prompts that now give the source's answer; for noise, another than before."""
+    """Share of prompts that now give the source's answer; without a source, another than before."""
+    flipped_stderr: float
+    spliced: float | None
+    """Share of prompts that now answer as the source's tokens up to this position, followed by their own, are
+    answered; among those whose own answer is another. 1: this state is all that is kept of what stands before it.
+    None without a source, and where no answer is another."""
     shift: float
     """Mean total variation distance between the answers' distributions before and after."""
 
@@ -146,9 +155,11 @@ def replacing(weight: float = 1.0) -> Make:
     )
 
 
-def from_loop(source_loop: int) -> Make:
-    """The own state at another loop, whatever the source."""
-    return lambda loop, at, own, other, there: Patch(loop=loop, positions=(at,), source=own.raw[source_loop - 1, [at]])
+def from_loop(source_loop: int, weight: float = 1.0) -> Make:
+    """The own state at another loop, whatever the source; below a weight of 1 blended with the one there."""
+    return lambda loop, at, own, other, there: Patch(
+        loop=loop, positions=(at,), source=own.raw[source_loop - 1, [at]], weight=weight
+    )
 
 
 def noising(scale: float, seed: int = 0) -> Make:
@@ -178,30 +189,50 @@ def patch_grid(
     """
     depth = check_num_loops(model.model.config.num_loops if num_loops is None else num_loops)
     at_loops = list(range(1, depth + 1)) if loops is None else list(loops)
-    found: dict[tuple[int, int], list[tuple[float, float, float]]] = {
-        (loop, position): [] for loop in at_loops for position in positions
-    }
+    places = [(loop, position) for position in positions for loop in at_loops]
+    found: dict[tuple[int, int], list[tuple[float, float, float]]] = {place: [] for place in places}
+    spliced: dict[tuple[int, int], list[float]] = {place: [] for place in places}
     for own_ids, source_ids in pairs:
         own, source = run_pass(model, own_ids, depth), run_pass(model, source_ids, depth)
         before, goal = answer_logits(model, own, labels), answer_logits(model, source, labels)
-        for loop, position in found:
+        for position in positions:
             at, there = _place(position, own_ids), _place(position, source_ids)
-            patched = run_pass(model, own_ids, depth, patches=[make(loop, at, own, source, there)])
-            found[loop, position].append(effect(before, goal, answer_logits(model, patched, labels), has_source))
+            wanted = int(before.argmax())
+            if has_source:
+                joined = [*source_ids[: there + 1], *own_ids[at + 1 :]]
+                wanted = int(answer_logits(model, run_pass(model, joined, depth), labels).argmax())
+            for loop in at_loops:
+                patched = run_pass(model, own_ids, depth, patches=[make(loop, at, own, source, there)])
+                after = answer_logits(model, patched, labels)
+                found[loop, position].append(effect(before, goal, after, has_source))
+                if wanted != int(before.argmax()):
+                    spliced[loop, position].append(float(int(after.argmax()) == wanted))
     return PatchGrid(
         kind=kind,
         num_loops=depth,
         num_pairs=len(pairs),
-        effects=tuple(
-            PatchEffect(
-                loop,
-                position,
-                sum(one[0] for one in values) / len(values) if has_source else None,
-                sum(one[1] for one in values) / len(values),
-                sum(one[2] for one in values) / len(values),
-            )
-            for (loop, position), values in found.items()
-        ),
+        effects=tuple(_effect(*place, found[place], spliced[place], has_source) for place in places),
+    )
+
+
+def _effect(
+    loop: int,
+    position: int,
+    values: Sequence[tuple[float, float, float]],
+    spliced: Sequence[float],
+    has_source: bool,
+) -> PatchEffect:
+    """Means over pairs."""
+    moved, flipped, shift = zip(*values, strict=True)
+    return PatchEffect(
+        loop=loop,
+        position=position,
+        moved=mean(moved) if has_source else None,
+        moved_stderr=standard_error(moved) if has_source else None,
+        flipped=mean(flipped),
+        flipped_stderr=standard_error(flipped),
+        spliced=mean(spliced) if spliced else None,
+        shift=mean(shift),
     )
 
 
@@ -270,8 +301,8 @@ def schedule_effects(
             ScheduleEffect(
                 change,
                 tuple(schedule),
-                sum(one[1] for one in effects) / len(effects),
-                sum(one[2] for one in effects) / len(effects),
+                mean(one[1] for one in effects),
+                mean(one[2] for one in effects),
             )
         )
     return tuple(found)

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 import torch
 from torch import Tensor
 
+from looplm.analysis.intervals import standard_error
 from looplm.analysis.trace import LoopLM, layer_outputs
 from looplm.errors import UserError
 from looplm.model.looped import check_num_loops
@@ -85,6 +87,66 @@ def lens(model: LoopLM, token_ids: Sequence[int], num_loops: int | None = None, 
         for layer, state in enumerate(states, start=1)
     )
     return Lens(tuple(token_ids), core.config.num_loops, readings)
+
+
+@dataclass(frozen=True)
+class LevelReading:
+    """Means over the prompts of one level, read at their last token, after one layer of one loop."""
+
+    level: int | None
+    """How hard the prompts are; None where they do not say."""
+    loop: int
+    layer: int
+    num_prompts: int
+    right: float
+    """Share whose most probable token is the right answer's first."""
+    right_stderr: float
+    nats: float
+    """Cross entropy of the right answer's first token."""
+    nats_stderr: float
+    final: float
+    """Share whose most probable token is that of the last reading."""
+
+
+def readings_by_level(
+    model: LoopLM,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[int],
+    levels: Sequence[int | None],
+    num_loops: int | None = None,
+) -> tuple[LevelReading, ...]:
+    """:func:`lens` at the last token of many prompts: where do answers appear, by level?
+
+    answers: the token that is right for each prompt. levels: of each prompt. Sorted by level, loop and layer.
+    """
+    of_level: dict[int | None, list[Lens]] = {}
+    answer_of: dict[int | None, list[int]] = {}
+    for prompt, answer, level in zip(prompts, answers, levels, strict=True):
+        # With the answer behind it, the prompt's own last token is read like any other: nothing before sees it.
+        of_level.setdefault(level, []).append(lens(model, [*prompt, answer], num_loops, top=1))
+        answer_of.setdefault(level, []).append(answer)
+    found = []
+    for level in sorted(of_level, key=lambda one: (one is not None, one or 0)):
+        looks, wanted = of_level[level], answer_of[level]
+        last = [look.readings[-1].top_ids[-2][0] for look in looks]
+        for number, reading in enumerate(looks[0].readings):
+            said = [look.readings[number].top_ids[-2][0] for look in looks]
+            nats = [look.readings[number].next_nats[-1] for look in looks]
+            right = [float(one == answer) for one, answer in zip(said, wanted, strict=True)]
+            found.append(
+                LevelReading(
+                    level=level,
+                    loop=reading.loop,
+                    layer=reading.layer,
+                    num_prompts=len(looks),
+                    right=mean(right),
+                    right_stderr=standard_error(right),
+                    nats=mean(nats),
+                    nats_stderr=standard_error(nats),
+                    final=mean(float(one == end) for one, end in zip(said, last, strict=True)),
+                )
+            )
+    return tuple(found)
 
 
 def _reading(here: Tensor, last: Tensor, input_ids: Tensor, loop: int, layer: int, top: int) -> Reading:

@@ -33,13 +33,16 @@ class AskedPrompt:
     """The right one, where known: a label or text, or the id of its token."""
     score: float | None = None
     """A figure to colour its point by."""
+    level: int | None = None
+    """How hard it is, where known: lookups, operations, hops."""
 
 
 def read_prompts(file: Path, encode: Encode | None) -> list[AskedPrompt]:
     """Prompts of a JSONL file, one a line, or of a text file, one a line.
 
-    A line of JSONL holds `prompt` (text) or `input_ids`, and may hold `answer`, `score` and, with `input_ids`,
-    `labels` as a training document has them: the prompt then ends before the last labelled token, its answer.
+    A line of JSONL holds `prompt` (text) or `input_ids`, and may hold `answer`, `score`, `level` and, with
+    `input_ids`, `labels` as a training document has them: the prompt then ends before the last labelled token, its
+    answer.
     Raises UserError for a line that is not so, and for text where there is no tokenizer (`encode` None).
     """
     if file.suffix != ".jsonl":
@@ -53,9 +56,10 @@ def read_prompts(file: Path, encode: Encode | None) -> list[AskedPrompt]:
 
 
 def generated_prompts(function: str, arguments: Mapping[str, Any], count: int) -> list[AskedPrompt]:
-    """The first `count` documents of a task's generator, cut before their answers.
+    """The first `count` documents of a generator, cut before their answers.
 
-    function: `package.module:function` that yields `input_ids` and `labels`, such as `looplm.lab.mano:documents`.
+    function: `package.module:function` that yields `input_ids` and `labels`, as a recipe's source names it. What a
+    model was trained on it has seen; questions that a task of the lab holds out are asked by `looplm.cli`.
     """
     source = GeneratorSource(kind="generator", format="tokens", function=function, arguments=dict(arguments))
     return [_asked(record.fields, record.where, None) for record in islice(GeneratorRecords(source), count)]
@@ -99,11 +103,13 @@ def _duplicate(value: Any, where: str) -> str | None:
 
 
 def _asked(record: Mapping[str, Any], where: str, encode: Encode | None) -> AskedPrompt:
-    answer, score = record.get("answer"), record.get("score")
+    answer, score, level = record.get("answer"), record.get("score"), record.get("level")
     if not isinstance(answer, str | int | None) or isinstance(answer, bool):
         raise UserError(f"{where}: answer is {answer!r}; it must be a text or a token id.")
     if score is not None and (not isinstance(score, int | float) or isinstance(score, bool)):
         raise UserError(f"{where}: score is {score!r}; it must be a number.")
+    if level is not None and type(level) is not int:
+        raise UserError(f"{where}: level is {level!r}; it must be a whole number.")
     if "input_ids" in record:
         ids = _whole(record["input_ids"], "input_ids", where)
         if "labels" in record:
@@ -114,7 +120,7 @@ def _asked(record: Mapping[str, Any], where: str, encode: Encode | None) -> Aske
         ids = encode(checked_text(record, "prompt", where))
     if not ids:
         raise UserError(f"{where}: the prompt is empty.")
-    return AskedPrompt(tuple(ids), answer, score)
+    return AskedPrompt(tuple(ids), answer, score, level)
 
 
 def _whole(value: Any, name: str, where: str) -> list[int]:

@@ -17,6 +17,10 @@ from looplm.model.flops import count_parameters
 TELEMETRY = "telemetry.jsonl"
 POINTS_PER_RUN = 12
 """Of a run's training curve, evenly spaced in the logarithm of its tokens."""
+STUDY_COLUMNS = {
+    "cell", "num_parameters", "core_parameters", "num_tokens", "num_loops", "loop", "loss", "exit_pdf",
+}  # fmt: skip
+"""By which the runs.csv of a study of the lab is known."""
 WARMUP_SHARE = 0.1
 """Share of a run's tokens whose losses are not taken: no scaling law describes a warmup."""
 
@@ -65,7 +69,8 @@ def read_runs(source: Path) -> list[RunPoint]:
     """The runs of a CSV file, or of every run directory at or below a directory.
 
     CSV columns: run, num_parameters, num_tokens, num_loops, loss_1 ... loss_R; and, where known, core_parameters,
-    loss, exit_pdf_1 ... exit_pdf_R. Rows of the same `run` are points of one curve; other columns are ignored.
+    loss, exit_pdf_1 ... exit_pdf_R. Rows of the same `run` are points of one curve; other columns are ignored. A study
+    of the lab writes a row for every loop instead: `cell` is the run then, and the columns are loop, loss, exit_pdf.
     Raises UserError for anything that cannot be read, with the line where there is one.
     """
     if source.is_dir():
@@ -73,10 +78,25 @@ def read_runs(source: Path) -> list[RunPoint]:
     rows = list(csv.DictReader(read_text(source).splitlines()))
     if not rows:
         raise UserError(f"{source} holds no runs: it needs a header and a line for every point.")
+    if rows[0].keys() >= STUDY_COLUMNS:
+        return [_row(row, where) for where, row in _loops_joined(rows, source)]
     needed = {"run", "num_parameters", "num_tokens", "num_loops", "loss_1"}
     if missing := sorted(needed - rows[0].keys()):
         raise UserError(f"{source} lacks the columns {', '.join(missing)}; it has {', '.join(rows[0])}.")
     return [_row(row, f"{source}, line {number}") for number, row in enumerate(rows, start=2)]
+
+
+def _loops_joined(rows: Iterable[Mapping[str, str]], source: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """A study's rows, one a loop, as rows of one a point, with the line where each begins."""
+    points: dict[tuple[str, str], tuple[str, dict[str, str]]] = {}
+    for number, row in enumerate(rows, start=2):
+        where = f"{source}, line {number}"
+        shared = {name: row[name] for name in ("num_parameters", "core_parameters", "num_tokens", "num_loops")}
+        _, point = points.setdefault((row["cell"], row["num_tokens"]), (where, {"run": row["cell"], **shared}))
+        if any(point[name] != value for name, value in shared.items()):
+            raise UserError(f"{where}: {row['cell']} has another size or depth here than on the lines before.")
+        point[f"loss_{row['loop']}"], point[f"exit_pdf_{row['loop']}"] = row["loss"], row["exit_pdf"]
+    return iter(points.values())
 
 
 def write_runs(points: Iterable[RunPoint], file: Path) -> None:

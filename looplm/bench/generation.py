@@ -6,9 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import nn
 
 from looplm.errors import UserError
 from looplm.hf.config import LoopLMConfig
@@ -16,6 +17,7 @@ from looplm.hf.load import load
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.inference import Engine, EngineStats, ExitPolicy, FixedDepth, SamplingParams, Speculation
 from looplm.inference.exit_policy import Need, Signals
+from looplm.inference.speculative import DraftHead
 from looplm.model.config import LoopedConfig
 
 SHARES = (0.4, 0.3, 0.2, 0.1)
@@ -121,46 +123,58 @@ class Scripted:
         return leaves
 
 
-def scripts(count: int, max_tokens: int, num_loops: int, *, lock_step: bool = False) -> list[Scripted]:
-    """Depths in the shares of `SHARES`, for `count` texts. `lock_step`: all texts go as deep as the deepest, token by
-    token, as an engine does that waits until every row of a batch has left."""
+def drawn_depths(count: int, max_tokens: int, num_loops: int) -> list[list[int]]:
+    """The loop of each token of `count` texts, in the shares of `SHARES`."""
     draw = random.Random(1)
     loops = range(1, min(num_loops, len(SHARES)) + 1)
-    depths = [draw.choices(loops, SHARES[: len(loops)], k=max_tokens) for _ in range(count)]
-    if lock_step:
-        deepest = [max(column) for column in zip(*depths, strict=True)]
-        depths = [deepest] * count
-    return [Scripted(row) for row in depths]
+    return [draw.choices(loops, SHARES[: len(loops)], k=max_tokens) for _ in range(count)]
+
+
+def lock_step(depths: Sequence[Sequence[int]], batch: int) -> list[list[int]]:
+    """All texts of a batch as deep as the deepest, token by token: an engine that waits until every row has left."""
+    locked: list[list[int]] = []
+    for first in range(0, len(depths), batch):
+        rows = depths[first : first + batch]
+        locked += [[max(column) for column in zip(*rows, strict=True)]] * len(rows)
+    return locked
 
 
 @dataclass
 class Side:
-    """One way of generating: decoding is timed from the step at which all prompts are in."""
+    """One way of generating: decoding is timed from the step at which all prompts of a batch are in."""
 
     engine: Engine
     prompts: Sequence[Sequence[int]]
+    """The engine's `max_batch` of them run at one time, batch after batch."""
     max_tokens: int
     exits: Callable[[], Sequence[ExitPolicy]]
     speculation: Speculation | None = None
     seconds: list[float] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
     token_ids: list[list[int]] = field(default_factory=list)
+    loops: list[list[int]] = field(default_factory=list)
 
     def run(self) -> None:
         """Generates once; keeps time and counts of decoding alone."""
+        self.stats, self.token_ids, self.loops = EngineStats(), [], []
+        self.seconds.append(0.0)
+        asked, batch = list(zip(self.prompts, self.exits(), strict=True)), self.engine.max_batch
+        for first in range(0, len(asked), batch):
+            self._run_batch(asked[first : first + batch])
+
+    def _run_batch(self, asked: Sequence[tuple[Sequence[int], ExitPolicy]]) -> None:
         engine, sampling = self.engine, SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
-        requests = [
-            engine.submit(prompt, sampling, exit, speculation=self.speculation)[0]
-            for prompt, exit in zip(self.prompts, self.exits(), strict=True)
-        ]
-        while any(request.prefilling or request.slot < 0 for request in requests):
+        requests = [engine.submit(prompt, sampling, exit, speculation=self.speculation)[0] for prompt, exit in asked]
+        while any(r.finish_reason is None and (r.prefilling or r.slot < 0) for r in requests):
             engine.step()
-        engine.stats = EngineStats()
+        engine.stats = self.stats  # from here on they count
         began = time.perf_counter()
         while engine.num_unfinished:
             engine.step()
-        self.seconds.append(time.perf_counter() - began)
-        self.stats, self.token_ids = engine.stats, [request.token_ids for request in requests]
+        self.seconds[-1] += time.perf_counter() - began
+        engine.stats = EngineStats()
+        self.token_ids += [request.token_ids for request in requests]
+        self.loops += [request.loops for request in requests]
 
     @property
     def median(self) -> float:
@@ -179,34 +193,65 @@ def in_turn(sides: Sequence[Any], repeats: int) -> None:
             side.run()
 
 
-def head_seconds(engine: Engine, rows: int, repeats: int = 20) -> float:
-    """Seconds of one read of the LM head, as the engine runs it, for `rows` rows; the median of several."""
-    head = engine.runs.lm_head
-    hidden = torch.randn(rows, head.in_features).to(head.weight)
+def head_seconds(head: nn.Linear | DraftHead, rows: int, between: int, repeats: int = 20) -> float:
+    """Seconds of one read of a head, such as an engine's `runs.lm_head`, for `rows` rows; the median of several.
+
+    between: bytes of weights that are read between two reads, as a core's are: they may leave nothing of the head in
+    the caches of the CPU.
+    """
+    linear = head.linear if isinstance(head, DraftHead) else head
+    hidden = torch.randn(rows, linear.in_features).to(linear.weight)
+    others = torch.ones(between // 4)
     seconds = []
     with torch.inference_mode():
         for _ in range(repeats):
+            others.sum()
             began = time.perf_counter()
             head(hidden)
             seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 
 
-def pass_seconds(model: LoopLMForCausalLM, sizes: DecodeSizes, rows: int) -> float:
-    """Seconds of one pass of the core over `rows` rows with all that belongs to it, the head taken off."""
-    engine = Engine(model, max_batch=rows, share_prefixes=False)
-    prompts = random_prompts(rows, sizes.prompt_tokens, model.config.vocab_size)
-    side = Side(engine, prompts, sizes.max_tokens, lambda: [FixedDepth(model.config.num_loops)] * rows)
-    in_turn([side], 3)
-    steps = sizes.max_tokens - 1
-    return max(side.median - steps * head_seconds(engine, rows), 1e-9) / side.stats.weight_passes
+def core_bytes(model: LoopLMForCausalLM) -> int:
+    """Bytes of weights that a pass of the core reads."""
+    return sum(parameter.nbytes for parameter in model.model.layers.parameters())
+
+
+class Costs(NamedTuple):
+    """Seconds of one step for some rows, with everything that belongs to it, Python included."""
+
+    loop: float
+    """Of one loop more for all rows."""
+    token: float
+    """Of all that a token takes beside its loops: reading the head, choosing, handing out."""
+
+
+def step_costs(model: LoopLMForCausalLM, sizes: DecodeSizes, rows: int, prompts: Sequence[Sequence[int]]) -> Costs:
+    """From texts of depth 1 and of full depth, `rows` at a time."""
+    engine, loops = Engine(model, max_batch=rows, share_prefixes=False), model.config.num_loops
+    sides = [Side(engine, prompts[:rows], sizes.max_tokens, lambda n=n: [FixedDepth(n)] * rows) for n in (1, loops)]
+    in_turn(sides, 3)
+    shallow, deep = (side.median / (sizes.max_tokens - 1) for side in sides)
+    loop = (deep - shallow) / (loops - 1)
+    return Costs(loop, shallow - loop)
 
 
 def step_seconds(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, loops: int) -> list[float]:
-    """Seconds that each new token of the whole batch takes, all loops, after the first few."""
+    """Seconds that each new token of the whole batch takes, all loops, after the first few.
+
+    Prompts are not computed, their keys and values are some numbers: what those are makes no difference to time.
+    """
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     requests = [engine.submit(prompt, sampling, FixedDepth(loops))[0] for prompt in prompts]
-    while any(request.prefilling or request.slot < 0 for request in requests):
+    engine._take_memory()
+    memory = engine._memory
+    assert memory is not None
+    engine._scheduler.admit(memory, 0.0)
+    for stored in (*memory.cache.keys, *memory.cache.values):
+        stored.fill_(0.01)  # or the system would give all of them one page of zeros
+    for request in requests:
+        request.filled = [len(request.prompt_token_ids) - 1] * loops
+    while any(request.prefilling for request in requests):
         engine.step()
     seconds = []
     while engine.num_unfinished:

@@ -1,13 +1,11 @@
 """What the analyses share: the model, what it is asked, and the answers of every loop."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from looplm.cli.analyze_options import Source, Subject
 from looplm.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,51 +14,11 @@ if TYPE_CHECKING:
 
     from looplm.analysis.prompts import AskedPrompt
     from looplm.analysis.readout import Labels
-    from looplm.analysis.trace import Trace
+    from looplm.analysis.trace import LoopLM, Trace
     from looplm.hf.modeling import LoopLMForCausalLM
 
 NAMED_ANSWERS = 10
 """Free answers that get a name of their own; the rest are "other"."""
-
-Checkpoint = Annotated[str, typer.Argument(help="A directory or hub name.", show_default=False)]
-PromptFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSONL of prompt or input_ids, with answer and score where known; or a text file, a prompt a line."
-    ),
-]
-PairFile = Annotated[
-    Path | None, typer.Option(help="TSV, CSV or JSONL of question1, question2, is_duplicate; asked for yes or no.")
-]
-Generator = Annotated[
-    str | None, typer.Option(help="A task's documents instead, as looplm.lab.mano:documents.", show_default=False)
-]
-Arguments = Annotated[str, typer.Option(help="The generator's arguments, as JSON.")]
-Count = Annotated[int, typer.Option(help="Prompts to take, at most.", min=1)]
-LabelNames = Annotated[
-    str | None,
-    typer.Option(help="Answers to choose between, with commas; any token if left out (pairs: yes,no)."),
-]
-Chat = Annotated[bool, typer.Option("--chat", help="Ask through the checkpoint's chat template.")]
-NumLoops = Annotated[int | None, typer.Option(help="Depth; as trained if left out.", min=1, show_default=False)]
-Out = Annotated[Path, typer.Option(help="Directory for the page and the numbers.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default=False)]
-Dtype = Annotated[str | None, typer.Option(help="fp32, bf16 ...; the checkpoint's own if left out.")]
-Seed = Annotated[int, typer.Option(help="Of every draw.", min=0)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where prompts come from."""
-
-    prompts: Path | None
-    pairs: Path | None = None
-    generator: str | None = None
-    arguments: str = "{}"
-    count: int = 1000
-    labels: str | None = None
-    chat: bool = False
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +26,8 @@ class Asked:
     """A model and its prompts."""
 
     model: "LoopLMForCausalLM"
+    view: "LoopLM"
+    """What is looked into: the model itself, or its layers taken for loops."""
     tokenizer: "PreTrainedTokenizerBase | None"
     prompts: "list[AskedPrompt]"
     labels: "Labels | None"
@@ -76,6 +36,10 @@ class Asked:
     @property
     def token_ids(self) -> list[list[int]]:
         return [list(prompt.token_ids) for prompt in self.prompts]
+
+    @property
+    def levels(self) -> list[int | None]:
+        return [prompt.level for prompt in self.prompts]
 
 
 @dataclass(frozen=True)
@@ -89,34 +53,97 @@ class Answers:
     """(N,), where known."""
 
 
-def ask(checkpoint: str, source: Source, device: str | None, dtype: str | None) -> Asked:
-    """Loads the model and reads its prompts. Raises UserError for anything that is wrong with either."""
-    from looplm.analysis.prompts import PAIR_LABELS, generated_prompts, read_pairs, read_prompts
+def ask(subject: Subject, source: Source, count: int = 1000) -> Asked:
+    """Loads the model and reads its prompts, `count` unless the source says how many.
+
+    Raises UserError for anything that is wrong with either.
+    """
+    from looplm.analysis.prompts import PAIR_LABELS
     from looplm.analysis.readout import spelled_labels
-    from looplm.hf.load import load
 
     if sum(one is not None for one in (source.prompts, source.pairs, source.generator)) != 1:
         raise UserError("Give the prompts by one of --prompts, --pairs and --generator.")
-    model = load(checkpoint, dtype=dtype, device=device)
-    tokenizer = tokenizer_of(checkpoint)
-    encode = None if tokenizer is None else encoder(tokenizer, source.chat)
-    if source.pairs is not None:
-        if encode is None:
-            raise UserError(f"{checkpoint} has no tokenizer, and pairs of questions are text.")
-        prompts = read_pairs(source.pairs, encode, count=source.count, seed=source.seed)
-    elif source.generator is not None:
-        prompts = generated_prompts(source.generator, parse_arguments(source.arguments), source.count)
-    else:
-        assert source.prompts is not None
-        prompts = read_prompts(source.prompts, encode)[: source.count]
+    model, view = load_view(subject)
+    tokenizer = tokenizer_of(subject.checkpoint)
+    prompts = asked_prompts(subject, source, tokenizer, count if source.count is None else source.count)
     names = source.labels.split(",") if source.labels else list(PAIR_LABELS) if source.pairs is not None else None
     if names is not None and tokenizer is None:
-        raise UserError(f"{checkpoint} has no tokenizer to find the labels' tokens with; leave --labels out.")
+        raise UserError(f"{subject.checkpoint} has no tokenizer to find the labels' tokens with; leave --labels out.")
     labels = (
         None if names is None or tokenizer is None else spelled_labels(tokenizer, [name.strip() for name in names])
     )
     check_prompts(model, prompts)
-    return Asked(model, tokenizer, prompts, labels)
+    return Asked(model, view, tokenizer, prompts, labels)
+
+
+def load_view(subject: Subject) -> "tuple[LoopLMForCausalLM, LoopLM]":
+    """The model, and what is looked into."""
+    from looplm.analysis.layers_as_loops import layers_as_loops
+    from looplm.hf.load import load
+
+    model = load(subject.checkpoint, dtype=subject.dtype, device=subject.device)
+    per_loop = subject.layers_per_loop
+    return model, model if per_loop is None else layers_as_loops(model, per_loop)
+
+
+def asked_prompts(
+    subject: Subject, source: Source, tokenizer: "PreTrainedTokenizerBase | None", count: int
+) -> "list[AskedPrompt]":
+    """At most `count` prompts of the source that is given."""
+    from looplm.analysis.prompts import read_pairs, read_prompts
+
+    encode = None if tokenizer is None else encoder(tokenizer, subject.chat)
+    if source.generator is not None:
+        levels = None if source.levels is None else whole_numbers(source.levels, "--levels")
+        return generator_prompts(source.generator, parse_arguments(source.arguments), levels, count, subject.seed)
+    if source.levels is not None:
+        raise UserError("--levels chooses questions of a task of the lab; give it by --generator.")
+    if source.pairs is not None:
+        if encode is None:
+            raise UserError(f"{subject.checkpoint} has no tokenizer, and pairs of questions are text.")
+        return read_pairs(source.pairs, encode, count=count, seed=subject.seed)
+    assert source.prompts is not None
+    return read_prompts(source.prompts, encode)[:count]
+
+
+def generator_prompts(
+    function: str, arguments: Mapping[str, Any], levels: Sequence[int] | None, count: int, seed: int
+) -> "list[AskedPrompt]":
+    """Of a task of the lab: held-out questions, as many of each level. Of any other generator: its first documents.
+
+    Raises UserError for levels of what is no task of the lab, and for fewer questions than levels.
+    """
+    from looplm.analysis.prompts import AskedPrompt, generated_prompts
+    from looplm.data.recipe import GeneratorSource
+    from looplm.data.sources import import_function
+    from looplm.lab.task import TaskDocuments
+
+    source = GeneratorSource(kind="generator", format="tokens", function=function, arguments=dict(arguments))
+    try:
+        documents = import_function(source)(**arguments)
+    except TypeError as error:
+        raise UserError(f"{function} with arguments {arguments}: {error}.") from error
+    if not isinstance(documents, TaskDocuments):
+        if levels is not None:
+            raise UserError(f"{function} is no task of the lab, so --levels means nothing to it.")
+        return generated_prompts(function, arguments, count)
+    task = documents.task
+    wanted = task.levels if levels is None else levels
+    if count < len(wanted):
+        raise UserError(f"{count} questions are fewer than the {len(wanted)} levels; raise --count.")
+    return [
+        AskedPrompt(tuple(question[:-1]), question[-1], level=level)
+        for level in wanted
+        for question in task.questions(level, count // len(wanted), seed).tolist()
+    ]
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """Numbers with commas. Raises UserError for anything else."""
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise UserError(f"{option} is {text!r}; give whole numbers with commas, such as 1,2.") from None
 
 
 def check_prompts(model: "LoopLMForCausalLM", prompts: "Sequence[AskedPrompt]") -> None:
@@ -180,10 +207,19 @@ def read_answers(asked: Asked, trace: "Trace") -> Answers:
         right = None if given is None else torch.tensor([label_number(one, asked.labels.names) for one in given])
         return Answers(numbers, asked.labels.names, right)
     free = free_answers(asked.model.lm_head, trace.hidden)
-    known = None if given is None else torch.tensor([answer_token(one, asked.tokenizer) for one in given])
+    tokens = right_tokens(asked.prompts, asked.tokenizer)
+    known = None if tokens is None else torch.tensor(tokens)
     together, ids = ranked(free if known is None else torch.cat((free, known[None])), NAMED_ANSWERS)
     names = tuple(token_names(ids, asked.tokenizer).values())
     return Answers(together[: len(free)], names, None if known is None else together[-1])
+
+
+def right_tokens(prompts: "Sequence[AskedPrompt]", tokenizer: "PreTrainedTokenizerBase | None") -> list[int] | None:
+    """The token that begins each right answer; None unless all are known."""
+    from looplm.analysis.prompts import answers_given
+
+    given = answers_given(prompts)
+    return None if given is None else [answer_token(one, tokenizer) for one in given]
 
 
 def label_number(answer: str | int, names: tuple[str, ...]) -> int:

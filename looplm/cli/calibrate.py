@@ -1,4 +1,4 @@
-"""`looplm calibrate`: an exit threshold chosen on held-out text, and saved as the checkpoint's default."""
+"""`looplm calibrate`: an exit threshold or epsilon chosen on held-out text, and saved as the default."""
 
 import dataclasses
 import json
@@ -10,8 +10,11 @@ import typer
 from looplm.errors import UserError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from looplm.evaluation.calibration import Calibration
     from looplm.evaluation.record import DepthRecord
+    from looplm.hf.modeling import LoopLMForCausalLM
 
 RULES = ("gate", "hidden-diff")
 
@@ -32,7 +35,7 @@ def calibrate(
     max_loss_increase: Annotated[
         str | None, typer.Option(help="Or the most that the loss may rise over all loops', as 1%.", show_default=False)
     ] = None,
-    exit: Annotated[str, typer.Option(help="gate, or hidden-diff, whose epsilon is printed and not saved.")] = "gate",
+    exit: Annotated[str, typer.Option(help="The rule to calibrate: gate or hidden-diff.")] = "gate",
     text_field: Annotated[
         str, typer.Option(help="Field or column of the text in .jsonl, .parquet and hub data.")
     ] = "text",
@@ -43,7 +46,7 @@ def calibrate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 ...; the checkpoint's own if left out.")] = None,
 ) -> None:
-    """Choose an exit threshold for a mean depth or a largest loss, and save it in CHECKPOINT as the default."""
+    """Choose an exit threshold or epsilon for a mean depth or a largest loss, and save it in CHECKPOINT."""
     from looplm.evaluation.calibration import calibrate_depth, calibrate_loss
     from looplm.evaluation.exit_rules import gate_exit, hidden_change_exit
 
@@ -59,10 +62,9 @@ def calibrate(
         calibrate_loss(measured, rule, most) if target_loops is None and most is not None
         else calibrate_depth(measured, rule, target_loops or 0.0)
     )  # fmt: skip
-    saved = exit == "gate" and not dry_run
-    if saved:
-        save_threshold(config, found.threshold)
-    show(found, exit, config if saved else None, as_json)
+    if not dry_run:
+        save_exit(config, exit, found.threshold)
+    show(found, exit, None if dry_run else config, as_json)
 
 
 def config_file(checkpoint: Path) -> Path:
@@ -96,30 +98,48 @@ def measure(
     changes: bool,
 ) -> "DepthRecord":
     """The recorded pass that thresholds are tried on."""
-    from looplm.cli.gate import data_section
-    from looplm.data.evaluation_windows import evaluation_windows
-    from looplm.data.recipe import DataRecipe
-    from looplm.evaluation.record import record
     from looplm.hf.load import load, load_tokenizer
-    from looplm.strict import parse
-    from looplm.training.run import sample_documents
 
     model, tokenizer = load(checkpoint, device=device, dtype=dtype), load_tokenizer(checkpoint)
     if model.model.config.num_loops < 2:
         raise UserError(f"{checkpoint} has one loop; there is no exit to calibrate.")
-    recipe = parse(DataRecipe, data_section(data, text_field, "held_out"), "looplm calibrate")
+    return record_text(model, tokenizer, data, text_field, num_tokens, seq_len, changes=changes)
+
+
+def record_text(
+    model: "LoopLMForCausalLM",
+    tokenizer: "PreTrainedTokenizerBase",
+    data: list[str] | None,
+    text_field: str,
+    num_tokens: int,
+    seq_len: int,
+    num_loops: int | None = None,
+    *,
+    changes: bool = False,
+) -> "DepthRecord":
+    """Every loop, the trained ones when `num_loops` is None, on held-out text as the options name it."""
+    from looplm.cli.gate import data_section
+    from looplm.data.evaluation_windows import evaluation_windows
+    from looplm.data.recipe import DataRecipe
+    from looplm.evaluation.record import record
+    from looplm.strict import parse
+    from looplm.training.run import sample_documents
+
+    recipe = parse(DataRecipe, data_section(data, text_field, "held_out"), "held-out text")
     documents = sample_documents(recipe, recipe, tokenizer, num_tokens)
     windows = evaluation_windows(documents, tokenizer, min(seq_len, model.model.config.max_position_embeddings))
-    return record(model, windows.batches(8), windows.document_bytes, changes=changes)
+    return record(model, windows.batches(8), windows.document_bytes, num_loops, changes=changes)
 
 
-def save_threshold(config: Path, threshold: float) -> None:
-    """Writes the threshold under the name that this kind of checkpoint has for it; whole, or not at all."""
+def save_exit(config: Path, exit: str, threshold: float) -> None:
+    """Writes what was chosen for the rule `exit`, and takes out what another rule had; whole, or not at all."""
     from looplm.hf.checkpoint import read_json
     from looplm.report.page import write_whole
 
     fields = read_json(config)
-    fields["early_exit_threshold" if fields.get("model_type") == "ouro" else "exit_threshold"] = threshold
+    name = "early_exit_threshold" if fields.get("model_type") == "ouro" else "exit_threshold"
+    fields.pop("exit_epsilon", None)
+    fields |= {name: threshold} if exit == "gate" else {name: 1.0, "exit_epsilon": -threshold}
     try:
         write_whole(config, json.dumps(fields, indent=2) + "\n")
     except OSError as error:
@@ -147,7 +167,5 @@ def show(found: "Calibration", exit: str, saved: Path | None, as_json: bool) -> 
     )
     if saved is not None:
         print(f"Saved in {saved}: generation leaves at it unless it is told otherwise.")
-    elif exit == "hidden-diff":
-        print(f"Not saved: a checkpoint keeps a threshold of its gate alone. Use --exit hidden-diff:{epsilon:.6g}.")
     else:
         print("Not saved (--dry-run).")

@@ -1,8 +1,9 @@
 """`looplm chat`: a conversation in the terminal, with a checkpoint or with a running server."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
     from looplm.serving.schema import ChatRequest
 
+ADDRESS = r"[\w.-]+:\d+(/.*)?|\[[\da-fA-F:]+\]:\d+(/.*)?"
+"""host:port, which names no checkpoint."""
+GREETING_SECONDS = 30.0
+"""For a server to say which model it has."""
 HELP = "One message a line. /new begins anew, /exit or Ctrl-D ends; Ctrl-C stops an answer."
 
 
@@ -72,7 +77,9 @@ def chat(
     except ValidationError as error:
         raise UserError(first_problem([], error.errors())[0]) from None
     told = [] if system is None else [Message(role="system", content=system)]
-    if not partner.startswith(("http://", "https://")):
+    if re.fullmatch(ADDRESS, partner):
+        raise UserError(f"{partner} is an address; write http://{partner} to talk with a server there.")
+    if not partner.lower().startswith(("http://", "https://")):
         converse(asked, told, local(partner, device, dtype), show_depth)
         return
     with remote(partner, api_key, model) as (name, reply):
@@ -161,10 +168,13 @@ def remote(url: str, api_key: str | None, model: str | None) -> Iterator[tuple[s
 
     base = url.rstrip("/").removesuffix("/v1")
     headers = {} if not api_key else {"authorization": f"Bearer {api_key}"}
-    # A local address is not for a proxy that the environment names.
-    with httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(30, read=None), trust_env=False) as client:
+    with ExitStack() as stack:
         try:
-            listed = client.get("/v1/models")
+            # A local address is not for a proxy that the environment names.
+            timeout = httpx.Timeout(30, read=None)
+            client = httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False)
+            stack.enter_context(client)
+            listed = client.get("/v1/models", timeout=GREETING_SECONDS)
             check_status(listed, listed.content)
             name = model or listed.json()["data"][0]["id"]
         except (httpx.HTTPError, httpx.InvalidURL, json.JSONDecodeError, LookupError, TypeError) as error:

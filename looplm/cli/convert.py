@@ -19,7 +19,7 @@ def convert(
     out: Annotated[Path, typer.Option(help="New directory for the looped model.", show_default=False)],
     num_loops: Annotated[int, typer.Option(help="Loops to train for.")] = 3,
     injection: Annotated[
-        str, typer.Option(help="How the embedding enters later loops: scalar, none, add or concat.")
+        str, typer.Option(help="How the embedding enters later loops: scalar, none, add, concat, concat_norm ...")
     ] = "scalar",
     core: Annotated[
         str | None, typer.Option(help='Layers that loop, as in Python: "4:20". Those before and after run once.')

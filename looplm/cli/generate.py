@@ -121,6 +121,8 @@ def generate(
         )
         return
     engine = load_engine(checkpoint, policy, device, dtype, kv_cache)
+    if policy is None:
+        say_saved_rule(engine)
     if interactive:
         converse(engine, sampling, depth, show_depth)
         return
@@ -196,6 +198,14 @@ def load_engine(
             err=True,
         )
     return Engine(model, tokenizer, kv_cache=kv_cache)
+
+
+def say_saved_rule(engine: "Engine") -> None:
+    """Says on stderr that the checkpoint has another rule than its gate saved (`looplm calibrate`)."""
+    from looplm.inference import HiddenDiffExit
+
+    if isinstance(engine.default_exit, HiddenDiffExit):
+        typer.echo(f"looplm: tokens leave by hidden-diff:{engine.default_exit.eps:g}, saved as the default.", err=True)
 
 
 # --- Showing depth ----------------------------------------------------------------------------------------------

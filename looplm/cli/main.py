@@ -16,12 +16,15 @@ from looplm.cli import (
     bench,
     calibrate,
     chat,
+    code,
     convert,
     eval,
     export,
     gate,
     generate,
+    harm,
     info,
+    judge,
     lab,
     parity,
     quickstart,
@@ -73,6 +76,9 @@ app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
 app.command("eval")(eval.evaluate)
+app.command("code")(code.code)
+app.command("judge")(judge.judge)
+app.command("harm")(harm.harm)
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(lab.app, name="lab")
 app.add_typer(analyze.app, name="analyze")

@@ -43,12 +43,12 @@ def serve(
 ) -> None:
     """Serve CHECKPOINT over HTTP as OpenAI's API, each request at its own depth. The page at / shows it think.
 
-    Ctrl-C or SIGTERM ends it once running texts are done, after half a minute at most.
+    Ctrl-C or SIGTERM ends it once running texts are done, after half a minute at most; a second one ends it at once.
     """
     try:
         from looplm.serving.app import create_app
         from looplm.serving.limits import Limits
-        from looplm.serving.server import allow_many_connections, build_server, listen
+        from looplm.serving.server import allow_many_connections, build_server, listen, reserve
     except ModuleNotFoundError as error:
         raise UserError(f"Serving needs {error.name}: install it with `pip install 'looplm[serve]'`.") from None
     from looplm.cli.generate_options import check_kv_cache
@@ -60,7 +60,7 @@ def serve(
     check_device(device)
     check_dtype(dtype)
     allow_many_connections()
-    with listen(host, port) as listener:
+    with reserve(host, port) as listener:
         read_config(find_checkpoint(checkpoint) / CONFIG)  # or the tokenizer would be blamed for a damaged config
         tokenizer = load_tokenizer(checkpoint)
         engine = Engine(
@@ -88,6 +88,7 @@ def serve(
         )
         if open_to_network and not api_key:
             typer.echo(f"looplm: warning: {host} is open to the network, and there is no --api-key.", err=True)
+        listen(listener)
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{listener.getsockname()[1]}"
         typer.echo(f"Serving {model_name or checkpoint} at {url}/v1; the page to try it on is {url}/")

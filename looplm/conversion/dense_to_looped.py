@@ -215,9 +215,9 @@ def new_parameter(name: str, shape: tuple[int, ...], config: LoopedConfig, gener
     """Starting value, in float32, of a parameter that the dense model does not have; neutral for what is computed."""
     if name == "model.injection.logit":
         return torch.full(shape, SCALAR_START)
-    if name == "model.injection.proj.weight":
+    if name.startswith("model.injection.") and name.endswith("proj.weight") and config.injection != "concat_random":
         return torch.eye(shape[0], shape[1])  # [I, 0]
-    if name.startswith("model.lora.") and name.endswith(".a"):
+    if name.endswith("injection.proj.weight") or (name.startswith("model.lora.") and name.endswith(".a")):
         return config.initializer_range * torch.randn(shape, generator=generator)
     return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
 

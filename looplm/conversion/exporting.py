@@ -11,7 +11,7 @@ from looplm.model.config import LoopedConfig
 
 Format = Literal["ouro", "hf"]
 
-SHELL_FIELDS = ("exit_threshold", "beta", "bos_token_id", "eos_token_id", "pad_token_id")
+SHELL_FIELDS = ("exit_threshold", "exit_epsilon", "beta", "bos_token_id", "eos_token_id", "pad_token_id")
 """What a shell's config holds beside the architecture."""
 
 

@@ -14,13 +14,15 @@ LayerOrder = Literal["stacked", "interleaved"]
 
 _BANKS = "model.lora."
 _LAYERS = "model.layers."
+_INJECTIONS = "model.injection.layers."
 
 
 def upcycle(model: LoopLMForCausalLM, num_layers: int, order: LayerOrder = "stacked") -> LoopLMForCausalLM:
     """A new model whose core has `num_layers` layers, copies of those of `model`; the rest is copied as it is.
 
-    A layer's LoRA banks go with it; prelude and coda stay, and so do dtype, device, training mode, what is frozen, and
-    the kind of the model (an Ouro model gives an Ouro model). `model` is left alone and shares no memory.
+    A layer's LoRA banks and injection go with it; prelude and coda stay, and so do dtype, device, training mode, what
+    is frozen, and the kind of the model (an Ouro model gives an Ouro model). `model` is left alone and shares no
+    memory.
 
     With `final_norm: none` and no injection, the stacked model at R / 2 loops computes what `model` does at R,
     when the layers are doubled; a final norm or an injection after every loop then acts half as often.
@@ -60,7 +62,7 @@ def duplicated_layers(num_layers: int, wanted: int, order: LayerOrder) -> list[i
 
 def source_name(name: str, layer_of: list[int]) -> str:
     """The tensor of the smaller model that tensor `name` of the grown one copies."""
-    for prefix in (_LAYERS, _BANKS):
+    for prefix in (_LAYERS, _BANKS, _INJECTIONS):
         if name.startswith(prefix):
             layer, _, rest = name.removeprefix(prefix).partition(".")
             return f"{prefix}{layer_of[int(layer)]}.{rest}"

@@ -5,5 +5,9 @@ Reading order: `record` (the pass) -> `bootstrap` (uncertainty over documents) -
 quality, cost) -> `exit_area` (one figure for each rule's curve, rule against rule) -> `depth_quality` (does the gate
 beat fixed depths?) -> `groups` (accuracy and depth by kind of question).
 
+lm-eval's tasks at every depth: `setting` (one way to run a model) -> `continuation` (all loops of an answer, every
+rule applied to it) -> `lm_eval_adapter` (the model as lm-eval asks it) -> `task_plan`, `presets` (what is asked) ->
+`task_scores` (one question, many answers) -> `task_sweep` (all tasks at all settings) -> `task_gains`.
+
 Shapes add to the legend of `looplm.model`: N recorded tokens, M documents, Q thresholds, W bootstrap resamples.
 """

@@ -4,100 +4,73 @@
 continuation is kept. :mod:`looplm.cli.lm_eval` is lm-eval's own command line with this model type.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from looplm.errors import UserError
+from looplm.evaluation.continuation import Continuation, Key
 from looplm.evaluation.record import read_head
+from looplm.evaluation.setting import Setting
 from looplm.hf.load import load, load_tokenizer
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.inference import Engine, ExitPolicy, FixedDepth, QuantileExit, SamplingParams
-from looplm.inference.exit_policy import exit_loops
-from looplm.model.flops import CacheStrategy
+from looplm.inference import Engine, FixedDepth, GenerationResult, QuantileExit, SamplingParams
+from looplm.inference.exit_policy import hidden_changes, parse_exit
+from looplm.inference.prompts import model_defaults
+from looplm.model.flops import CacheStrategy, inference_flops
 
 MAX_GEN_TOKENS = 256
 """Where a task does not say."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How deep tokens go, and what the cache keeps while generating."""
-
-    exit: ExitPolicy
-    kv_cache: CacheStrategy = "per_loop"
-
-    @property
-    def name(self) -> str:
-        """For tables and files."""
-        depth = f"loops {self.exit.num_loops}" if isinstance(self.exit, FixedDepth) else ""
-        gate = f"threshold {self.exit.threshold:g}" if isinstance(self.exit, QuantileExit) else ""
-        return " ".join((depth or gate or repr(self.exit), *([] if self.kv_cache == "per_loop" else [self.kv_cache])))
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What every loop says of the n tokens of one continuation."""
-
-    logprobs: Float[Tensor, "R n"]
-    greedy: Bool[Tensor, "R n"]
-    """Whether the token is the likeliest."""
-    gate_logits: Float[Tensor, "R n"]
-    """At the positions that predict them."""
-
-    def at(self, exit: ExitPolicy, trained_loops: int) -> tuple[float, bool, Int[Tensor, " n"]]:
-        """Its log-likelihood, whether greedy decoding would write it, and the loop of each token, under a policy.
-
-        Raises UserError for a policy that looks at more than the gate.
-        """
-        if exit.needs not in ("nothing", "gate"):
-            raise UserError(f"{exit!r} is not available for log-likelihoods; use a fixed depth or a threshold.")
-        loops = exit_loops(exit, self.gate_logits[: exit.max_loops(trained_loops)], trained_loops)
-        index = loops[None] - 1
-        chosen = self.logprobs.double().gather(0, index).sum().item()
-        return chosen, bool(self.greedy.gather(0, index).all()), loops
-
-
 @dataclass
-class DepthCount:
-    """Tokens read out, and the loops they were read out at."""
+class Work:
+    """Tokens read out, the loops they were read out at, and FLOPs without attention scores."""
 
     tokens: int = 0
     loops: int = 0
-
-    def add(self, loops: Sequence[int]) -> None:
-        self.tokens += len(loops)
-        self.loops += sum(loops)
+    prompt_flops: float = 0.0
+    """Reading questions; for log-likelihoods, their answers too."""
+    decode_flops: float = 0.0
+    """Generating, all samples together."""
+    cut_prompts: int = 0
+    """Prompts too long for the context, which lost their beginning."""
 
     @property
-    def mean(self) -> float | None:
+    def mean_loops(self) -> float | None:
+        """None before there is a token."""
         return self.loops / self.tokens if self.tokens else None
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Rows of a forward, and the depth that it records."""
+    """Rows of a forward, and what it records."""
 
     size: int = 8
     max_loops: int | None = None
     """None: what the setting needs."""
-    kept: dict[tuple[tuple[int, ...], tuple[int, ...]], Continuation] = field(default_factory=dict)
+    changes: bool = False
+    """Whether it records what rules by hidden difference and confidence look at; else only for a setting that needs
+    it."""
+    kept: dict[tuple[bool, Key], Continuation] = field(default_factory=dict)
+    """By gate (whether that of Stage I) and text."""
 
 
 class LoopLMAdapter(TemplateLM):
     """A LoopLM as lm-eval asks it.
 
     pretrained: a checkpoint directory or hub name, or a loaded model (then with `tokenizer`).
-    num_loops, exit_threshold: how deep tokens go; the checkpoint's own choice when neither is given.
+    num_loops, exit_threshold, exit: when tokens leave, `exit` as in `looplm generate --exit`; the checkpoint's own
+    choice when none is given.
     kv_cache: cache strategy of generation.
     max_loops: depth that log-likelihoods are recorded to, for later settings; what the first one needs when None.
     """
@@ -108,6 +81,7 @@ class LoopLMAdapter(TemplateLM):
         tokenizer: PreTrainedTokenizerBase | None = None,
         num_loops: int | None = None,
         exit_threshold: float | None = None,
+        exit: str | None = None,
         kv_cache: CacheStrategy = "per_loop",
         batch_size: int | str = 8,
         max_loops: int | None = None,
@@ -119,20 +93,65 @@ class LoopLMAdapter(TemplateLM):
         unknown.pop("max_batch_size", None)  # lm-eval's command line always sends it
         if unknown:
             raise UserError(f"The looplm adapter has no argument {', '.join(sorted(unknown))}.")
-        if num_loops is not None and exit_threshold is not None:
-            raise UserError("num_loops fixes the depth and exit_threshold lets tokens choose; give one of them.")
+        if sum(one is not None for one in (num_loops, exit_threshold, exit)) > 1:
+            raise UserError("num_loops fixes the depth, exit_threshold and exit let tokens choose; give one of them.")
         if isinstance(pretrained, str):
             self.looped, self.tokenizer = load(pretrained, dtype=dtype, device=device), load_tokenizer(pretrained)
         elif tokenizer is None:
             raise UserError("A loaded model needs its tokenizer beside it.")
         else:
             self.looped, self.tokenizer = pretrained, tokenizer
-        saved = self.looped.config.exit_threshold
-        threshold = (1.0 if saved is None else saved) if exit_threshold is None else exit_threshold
-        exit = FixedDepth(num_loops) if num_loops is not None else QuantileExit(threshold)
-        self.setting = Setting(exit, kv_cache)
+        _, policy = model_defaults(self.looped)
+        if num_loops is not None:
+            policy = FixedDepth(num_loops)
+        elif exit_threshold is not None:
+            policy = QuantileExit(exit_threshold)
+        elif exit is not None:
+            policy = parse_exit(exit, "exit")
+        self.setting = Setting(policy, kv_cache)
         self.batching = Batching(int(batch_size), max_loops)
-        self.depths = DepthCount()
+        self.work = Work()
+        self.written: list[GenerationResult] = []
+        """Answers of the latest call for generation."""
+        self.stage_one: nn.Linear | None = None
+
+    def add_stage_one(self, checkpoint: str) -> None:
+        """Takes the gate of `checkpoint` for settings that ask for it.
+
+        Raises UserError unless everything but the gate is the same in both: only then is it the gate that differs.
+        """
+        other = load(checkpoint, dtype=str(self.looped.dtype).removeprefix("torch."), device=self.looped.device)
+        mine, theirs = self.looped.state_dict(), other.state_dict()
+        gate = ("model.early_exit_gate.weight", "model.early_exit_gate.bias")
+        if mine.keys() != theirs.keys() or any(
+            name not in gate and not torch.equal(mine[name], theirs[name]) for name in mine
+        ):
+            raise UserError(
+                f"{checkpoint} is another language model, so that scores would not compare gates. Give the checkpoint "
+                "that `looplm gate` (or the recipe's stage of gate_loss) started from."
+            )
+        self.stage_one = other.model.early_exit_gate
+
+    @contextmanager
+    def _gate_of_setting(self) -> Iterator[None]:
+        """Puts the gate that the setting asks for into the model's place."""
+        if not self.setting.stage_one:
+            yield
+            return
+        if self.stage_one is None:
+            raise UserError("No checkpoint of Stage I was given whose gate could be used (--stage-one CHECKPOINT).")
+        model = self.looped.model
+        own, model.early_exit_gate = model.early_exit_gate, self.stage_one
+        try:
+            yield
+        finally:
+            model.early_exit_gate = own
+
+    def _flops(self, positions: int, token_loops: int, heads: int) -> float:
+        """Of positions that pass `token_loops` loops all together and have the LM head read so often."""
+        if not positions:
+            return 0.0
+        return positions * inference_flops(self.looped.model.config, token_loops / positions, heads / positions)
 
     # --- What lm-eval asks of a template ----------------------------------------------------------------------------
 
@@ -188,28 +207,55 @@ class LoopLMAdapter(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Of each continuation after its context, at the current setting; recorded at most once for all settings."""
         keys = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-        self._record(keys, disable_tqdm)
-        found = []
+        with self._gate_of_setting():
+            self._record(keys, disable_tqdm)
+        exit, found = self.setting.exit, []
+        depth = exit.max_loops(self.trained_loops)
         for key in keys:
-            likelihood, greedy, loops = self.batching.kept[key].at(self.setting.exit, self.trained_loops)
-            self.depths.add(loops.tolist())
+            kept = self.batching.kept[self.setting.stage_one, key]
+            likelihood, greedy, loops = kept.at(exit, self.trained_loops)
+            positions = min(len(key[0]) + len(key[1]) - 1, self.max_length)
+            heads = int(loops.sum()) if exit.needs == "logits" else len(loops)
+            self.work.tokens += len(loops)
+            self.work.loops += int(loops.sum())
+            self.work.prompt_flops += self._flops(positions, positions * depth, heads)
             found.append((likelihood, greedy))
         return found
 
-    def _record(self, keys: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], quiet: bool) -> None:
-        depth = max(self.setting.exit.max_loops(self.trained_loops), self.batching.max_loops or 1)
-        kept = self.batching.kept
-        missing = [key for key in dict.fromkeys(keys) if key not in kept or len(kept[key].logprobs) < depth]
+    def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of a context and of what follows it, as log-likelihoods are asked of them."""
+        if context:
+            start, rest = self._encode_pair(context, continuation)
+            return start, rest
+        rest = self.tok_encode(continuation)
+        alike = rest[0] == self.prefix_token_id
+        return (rest[:1], rest[1:]) if alike else ([self.prefix_token_id], rest)
+
+    def record_texts(self, keys: Sequence[Key]) -> list[Continuation]:
+        """What every loop says of continuations, those scored before taken from memory; nothing is counted."""
+        with self._gate_of_setting():
+            self._record(keys, quiet=True)
+        return [self.batching.kept[self.setting.stage_one, key] for key in keys]
+
+    def _record(self, keys: Sequence[Key], quiet: bool) -> None:
+        exit, kept = self.setting.exit, self.batching.kept
+        depth = max(exit.max_loops(self.trained_loops), self.batching.max_loops or 1)
+        changes = self.batching.changes or exit.needs in ("state", "logits")
+
+        def lacks(key: Key) -> bool:
+            held = kept.get((self.setting.stage_one, key))
+            return held is None or len(held.logprobs) < depth or (changes and held.hidden_change is None)
+
+        missing = [key for key in dict.fromkeys(keys) if lacks(key)]
         missing.sort(key=lambda key: -len(key[0]) - len(key[1]))
         starts = range(0, len(missing), self.batching.size)
         for first in tqdm(starts, disable=quiet or not missing, desc="log-likelihoods, all depths"):
             batch = missing[first : first + self.batching.size]
-            kept.update(zip(batch, self._continuations(batch, depth), strict=True))
+            for key, one in zip(batch, self._continuations(batch, depth, changes), strict=True):
+                kept[self.setting.stage_one, key] = one
 
     @torch.inference_mode()
-    def _continuations(
-        self, batch: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], depth: int
-    ) -> list[Continuation]:
+    def _continuations(self, batch: Sequence[Key], depth: int, changes: bool) -> list[Continuation]:
         """One forward over contexts and continuations, padded on the right; too long ones lose their beginning."""
         device = self.looped.lm_head.weight.device
         rows = [[*context, *continuation][-(self.max_length + 1) :] for context, continuation in batch]
@@ -225,14 +271,17 @@ class LoopLMAdapter(TemplateLM):
             lengths.append(n)
             targets += row[len(row) - n :]
         wanted = torch.tensor(targets, device=device)
-        read = read_head(self.looped.lm_head, [state[predicting] for state in output.loop_hidden_states], wanted)
-        parts = (
-            (-read["cross_entropy"]).cpu().split(lengths, dim=1),
-            (read["predictions"] == wanted).cpu().split(lengths, dim=1),
-            output.gate_logits[:, predicting].float().cpu().split(lengths, dim=1),
-        )
+        hidden = [state[predicting] for state in output.loop_hidden_states]
+        read = read_head(self.looped.lm_head, hidden, wanted, changes)
+        parts: list[Tensor] = [
+            -read["cross_entropy"], read["predictions"], wanted, output.gate_logits[:, predicting].float(),
+        ]  # fmt: skip
+        if changes:
+            parts += [hidden_changes(torch.stack(hidden)), read["prediction_kl"]]
+        split = [part.cpu().split(lengths, dim=-1) for part in parts]
         # Clones: a split keeps the whole batch alive.
-        return [Continuation(*(part.clone() for part in one)) for one in zip(*parts, strict=True)]
+        rows = [[part.clone() for part in one] for one in zip(*split, strict=True)]
+        return [Continuation(*row, *([] if changes else [None, None])) for row in rows]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, in windows of the context that predict every token once."""
@@ -255,19 +304,38 @@ class LoopLMAdapter(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continuations by the engine, all requests in one batch, under the current setting."""
-        engine = Engine(self.looped, self.tokenizer, kv_cache=self.setting.kv_cache)
         asked: list[tuple[str, dict[str, Any]]] = [request.args for request in requests]  # pyright: ignore[reportAssignmentType]
-        sampling = [sampling_of(arguments) for _, arguments in asked]
-        prompts = [
-            self.tok_encode(text)[-(self.max_length - params.max_tokens) :] or [self.prefix_token_id]
-            for (text, _), params in zip(asked, sampling, strict=True)
-        ]
-        results = list(engine.generate(prompts, sampling, self.setting.exit))
-        for result in results:
+        sampling = [self._sampling(arguments) for _, arguments in asked]
+        texts = [self.tok_encode(text) or [self.prefix_token_id] for text, _ in asked]
+        prompts = [ids[-(self.max_length - params.max_tokens) :] for ids, params in zip(texts, sampling, strict=True)]
+        self.work.cut_prompts += sum(len(cut) < len(ids) for cut, ids in zip(prompts, texts, strict=True))
+        exit = self.setting.exit
+        depth = exit.max_loops(self.trained_loops)
+        with self._gate_of_setting():
+            engine = Engine(self.looped, self.tokenizer, kv_cache=self.setting.kv_cache)
+            self.written = list(engine.generate(prompts, sampling, exit))
+        for result in self.written:
             if result.finish_reason == "error":
                 raise UserError(f"A prompt could not be continued: {result.error}")
-            self.depths.add(result.loops)
-        return [result.text or "" for result in results]
+            read, later = len(result.prompt_token_ids), result.loops[1:]
+            self.work.tokens += len(result.loops)
+            self.work.loops += sum(result.loops)
+            self.work.prompt_flops += self._flops(read, read * depth, 1)
+            heads = sum(later) if exit.needs == "logits" else len(later)
+            self.work.decode_flops += self._flops(len(later), sum(result.token_loops[1:]), heads)
+        return [result.text or "" for result in self.written]
+
+    def _sampling(self, arguments: dict[str, Any]) -> SamplingParams:
+        """What a task asks for, as long as the setting allows. Raises UserError when no context is left to ask in."""
+        params = sampling_of(arguments)
+        if self.setting.max_gen_toks is not None:
+            params = replace(params, max_tokens=self.setting.max_gen_toks)
+        if params.max_tokens >= self.max_length:
+            raise UserError(
+                f"The task lets answers run to {params.max_tokens:,} tokens, and the context of the model is "
+                f"{self.max_length:,}: nothing would be left for the question. Give --max-gen-toks, far below it."
+            )
+        return params
 
 
 def sampling_of(arguments: dict[str, Any]) -> SamplingParams:

@@ -66,6 +66,8 @@ class LoopLMConfig(PretrainedConfig):
     initializer_range: float
     exit_threshold: float | None
     """CDF at which generation leaves by default; 1 or null: all loops. A saved choice, read by the engine."""
+    exit_epsilon: float | None
+    """Instead: change of the hidden state at or below which it leaves (`HiddenDiffExit`). Written when it is set."""
     beta: float
     """Entropy weight of the loss that `forward` returns when labels are given."""
     bos_token_id: int | None
@@ -83,13 +85,19 @@ class LoopLMConfig(PretrainedConfig):
         for name, field in _FIELDS.items():
             setattr(self, name, fields.pop(name, field.default))
         self.exit_threshold = check_exit_threshold(fields.pop("exit_threshold", 1.0))
+        self.exit_epsilon = check_exit_epsilon(fields.pop("exit_epsilon", None), self.exit_threshold)
         self.beta = check_beta(fields.pop("beta", DEFAULT_BETA))
         self.bos_token_id = check_token_id("bos_token_id", fields.pop("bos_token_id", None))
         self.eos_token_id = check_token_id("eos_token_id", fields.pop("eos_token_id", None))
         self.pad_token_id = check_token_id("pad_token_id", fields.pop("pad_token_id", None))
         self.to_model_config()
-        _refuse_misspelt(fields, [*_FIELDS, "exit_threshold", "beta", "bos_token_id", "eos_token_id", "pad_token_id"])
+        shell = ["exit_threshold", "exit_epsilon", "beta", "bos_token_id", "eos_token_id", "pad_token_id"]
+        _refuse_misspelt(fields, [*_FIELDS, *shell])
         super().__init__(**fields)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What config.json holds."""
+        return without_unset_epsilon(super().to_diff_dict())
 
     @classmethod
     def from_model_config(cls, config: LoopedConfig, **shell_fields: Any) -> "LoopLMConfig":
@@ -161,6 +169,7 @@ class OuroConfig(PretrainedConfig):
     attention_dropout: float
     total_ut_steps: int
     early_exit_threshold: float | None
+    exit_epsilon: float | None
     beta: float
     bos_token_id: int | None
     eos_token_id: int | list[int] | None
@@ -191,6 +200,7 @@ class OuroConfig(PretrainedConfig):
                 "it must have one for each, or leave them out."
             )
         self.early_exit_threshold = check_exit_threshold(self.early_exit_threshold)
+        self.exit_epsilon = check_exit_epsilon(fields.pop("exit_epsilon", None), self.early_exit_threshold)
         self.beta = check_beta(fields.pop("beta", DEFAULT_BETA))
         self.bos_token_id = check_token_id("bos_token_id", fields.pop("bos_token_id", None))
         self.eos_token_id = check_token_id("eos_token_id", fields.pop("eos_token_id", None))
@@ -204,7 +214,7 @@ class OuroConfig(PretrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What config.json holds: the released keys, so that others' Ouro code reads the file."""
-        fields = super().to_diff_dict()
+        fields = without_unset_epsilon(super().to_diff_dict())
         # The released code runs on transformers 4, which knows the dtype under its old name only.
         if "dtype" in fields:
             fields["torch_dtype"] = fields.pop("dtype")
@@ -264,6 +274,28 @@ def check_exit_threshold(value: Any) -> float | None:
             f"The exit threshold in the config is {value!r}; it must be a number from 0 up, or null for all loops."
         )
     return value
+
+
+def check_exit_epsilon(value: Any, exit_threshold: float | None) -> float | None:
+    """Returns a saved epsilon of the hidden-difference exit, None for none.
+
+    Raises UserError unless it is a number from 0 up, and beside a threshold at which the gate would let tokens leave.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise UserError(f"exit_epsilon is {value!r} in the config; it must be a number from 0 up, or null for none.")
+    if exit_threshold is not None and exit_threshold < 1:
+        raise UserError(
+            f"The config holds both exit_epsilon {value:g} and an exit threshold of {exit_threshold:g}, and a token "
+            "can leave by one rule only; set the threshold to 1, or take exit_epsilon out."
+        )
+    return value
+
+
+def without_unset_epsilon(fields: dict[str, Any]) -> dict[str, Any]:
+    """A config's fields without `exit_epsilon` where it is null: most checkpoints never have one."""
+    return {name: value for name, value in fields.items() if name != "exit_epsilon" or value is not None}
 
 
 def check_beta(value: Any) -> float:

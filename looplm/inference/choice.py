@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from looplm.inference.decide import Reading
+from looplm.inference.packed import PackedModel
+from looplm.inference.passes import LanguageModel
 from looplm.inference.request import Flight, Request
 from looplm.inference.sampling import all_finite, filtered_probabilities, penalised, sample_with_probs, widened
 from looplm.inference.screening import Failed, Mask, Stop
@@ -27,7 +29,22 @@ def allowed(request: Request, flight: Flight, logits: Tensor) -> Tensor:
     return logits
 
 
-def choose(readings: Sequence[Reading]) -> None:
+def likeliest(lm: LanguageModel, logits: Tensor) -> list[int]:
+    """The first of the largest logits of every row, (N, V); -1 where one of them is not finite."""
+    if isinstance(lm, PackedModel) and lm.kernels is not None:
+        return lm.kernels.best(logits)
+    wide = widened(logits)
+    finite = all_finite(wide).tolist()
+    return [best if ok else -1 for best, ok in zip(wide.argmax(-1).tolist(), finite, strict=True)]
+
+
+def takes_likeliest(request: Request, flight: Flight) -> bool:
+    """Whether what follows is simply the likeliest token of the model."""
+    free = request.sampling.repetition_penalty == 1 and not isinstance(flight.verdict, Mask)
+    return free and request.sampling.temperature == 0
+
+
+def choose(lm: LanguageModel, readings: Sequence[Reading]) -> None:
     """Gives flights their tokens: final ones to those that have left, drafts to the others.
 
     A flight that has left with untested drafts before it, and further flights beside it, is left alone: `settle`
@@ -35,35 +52,32 @@ def choose(readings: Sequence[Reading]) -> None:
     """
     if not readings:
         return
-    logits = widened(torch.stack([reading.logits for reading in readings]))
-    finite = all_finite(logits).tolist()
-    for reading, ok in zip(readings, finite, strict=True):
-        reading.flight.broken = not ok
-        if not ok and reading.kind == "draft":
-            # Nothing to draft from: the deeper loops decide.
-            reading.request.verifying = True
-    drawn: list[int] = []
-    for row, (reading, ok) in enumerate(zip(readings, finite, strict=True)):
+    alone = len(readings) == 1
+    best = likeliest(lm, readings[0].logits[None] if alone else torch.stack([r.logits for r in readings]))
+    drawn: list[Reading] = []
+    for reading, token in zip(readings, best, strict=True):
         request, flight = reading.request, reading.flight
+        flight.likeliest = token
+        if token < 0 and reading.kind == "draft":
+            # Nothing to draft from: the deeper loops decide.
+            request.verifying = True
         untested = reading.kind == "exit" and request.verifying and len(request.flights) > 1
-        if not ok or flight.token is not None or untested:
+        if token < 0 or flight.token is not None or untested:
             continue
+        flight.final = reading.kind == "exit" or bool(flight.forced)
         if flight.forced:
-            flight.token, flight.final = flight.forced[0], True
+            flight.token = flight.forced[0]
+        elif takes_likeliest(request, flight):
+            flight.token, flight.draft_probs = token, None
         else:
-            drawn.append(row)
+            drawn.append(reading)
     if not drawn:
         return
-    for row in drawn:
-        request, flight = readings[row].request, readings[row].flight
-        if request.sampling.repetition_penalty != 1 or isinstance(flight.verdict, Mask):
-            logits[row] = allowed(request, flight, logits[row])
-    readings, logits = [readings[row] for row in drawn], logits if len(drawn) == len(readings) else logits[drawn]
-    params, generators = [r.request.sampling for r in readings], [r.request.generator for r in readings]
+    logits = torch.stack([allowed(r.request, r.flight, widened(r.logits)) for r in drawn])
+    params, generators = [r.request.sampling for r in drawn], [r.request.generator for r in drawn]
     tokens, probs = sample_with_probs(logits, params, generators)
-    for row, (reading, token) in enumerate(zip(readings, tokens.tolist(), strict=True)):
+    for row, (reading, token) in enumerate(zip(drawn, tokens.tolist(), strict=True)):
         reading.flight.token = token
-        reading.flight.final = reading.kind == "exit"
         reading.flight.draft_probs = probs.get(row) if reading.kind == "draft" else None
 
 
@@ -81,7 +95,7 @@ def settle(request: Request, emit: Emit) -> None:
             return
         if not flight.loop:
             return
-        if flight.broken:
+        if flight.likeliest < 0:
             request.finish_reason, request.error = "error", NOT_FINITE
             return
         token, stands = outcome(request, flight)
@@ -102,6 +116,10 @@ def outcome(request: Request, flight: Flight) -> tuple[int, bool]:
         return flight.token, True
     if flight.forced:
         return flight.forced[0], flight.token == flight.forced[0]
+    if flight.token is not None and takes_likeliest(request, flight):
+        request.drafted += 1
+        request.accepted += flight.token == flight.likeliest
+        return flight.likeliest, flight.token == flight.likeliest
     logits = allowed(request, flight, widened(flight.logits))[None]
     if flight.token is None:
         tokens, _ = sample_with_probs(logits, [request.sampling], [request.generator])

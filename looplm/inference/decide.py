@@ -17,7 +17,7 @@ from looplm.inference.passes import LanguageModel, read
 from looplm.inference.request import Flight, Request
 from looplm.inference.screening import Redirect, apply_screen
 from looplm.inference.speculative import DraftHead
-from looplm.model.gate import exit_cdf
+from looplm.model.gate import exit_cdf_of_one
 
 
 @dataclass
@@ -53,7 +53,7 @@ def decide(lm: LanguageModel, memory: Memory, arrivals: Sequence[Arrival], clock
     if not arrivals:
         return [], 0
     trained = lm.model.config.num_loops
-    signals = gather_signals(memory, arrivals, clock)
+    signals = gather_signals(memory, arrivals, clock, trained)
     logits: dict[int, Tensor] = {}
     probed = [i for i, a in enumerate(arrivals) if a.request.exit.needs == "logits"]
     _read_into(logits, lm, memory, arrivals, probed)
@@ -89,9 +89,10 @@ def _read_into(
 ) -> None:
     if which:
         chosen = [arrivals[i] for i in which]
-        places = torch.tensor([a.request.places[a.flight.position] for a in chosen], device=memory.device)
+        places = [a.request.places[a.flight.position] for a in chosen]
         positions = [(a.request.slot, a.flight.position) for a in chosen]
-        logits.update(zip(which, read(lm, memory, positions, memory.hidden[places]), strict=True))
+        hidden = memory.hidden[places[0] : places[0] + 1] if len(places) == 1 else memory.hidden[places]
+        logits.update(zip(which, read(lm, memory, positions, hidden), strict=True))
 
 
 def _read_briefly(logits: dict[int, Tensor], memory: Memory, arrivals: Sequence[Arrival], which: list[int]) -> None:
@@ -108,22 +109,23 @@ def _read_briefly(logits: dict[int, Tensor], memory: Memory, arrivals: Sequence[
         logits.update(zip(some, head(hidden), strict=True))
 
 
-def gather_signals(memory: Memory, arrivals: Sequence[Arrival], clock: Clock) -> list[Signals]:
+def gather_signals(memory: Memory, arrivals: Sequence[Arrival], clock: Clock, trained: int) -> list[Signals]:
     """What gate, state and clock say of each arrival. Reads the device only for policies that need it."""
     needs = {a.request.exit.needs for a in arrivals}
+    if needs == {"nothing"}:
+        return [Signals(a.loop) for a in arrivals]
     cdfs = changes = [float("inf")] * len(arrivals)
-    if needs == {"gate"} and len(arrivals) == 1:
-        # The same in a third of the time, which at one row is felt: views in place of indices.
-        (request, flight, loop) = arrivals[0]
-        cdfs = [exit_cdf(memory.gate_logits[: loop + 1, request.places[flight.position]])[loop - 1].item()]
-    elif needs & {"gate", "state"}:
-        where = [(a.request.places[a.flight.position], a.loop - 1) for a in arrivals]
-        places, loop_idx = torch.tensor(where, device=memory.device).T
-        if "gate" in needs:
-            cdf = exit_cdf(memory.gate_logits[:, places]).double()  # (R, N); deeper loops than passed are not read
-            cdfs = cdf.gather(0, loop_idx[None])[0].tolist()
-        if "state" in needs:
-            changes = memory.changes[loop_idx, places].tolist()
+    places = [a.request.places[a.flight.position] for a in arrivals]
+    if "gate" in needs:
+        # A view of one column is there in a third of the time of an index.
+        one = memory.gate_logits[:, places[0] : places[0] + 1] if len(places) == 1 else None
+        passed = (memory.gate_logits[:, places] if one is None else one).T.tolist()
+        cdfs = [
+            exit_cdf_of_one(gate_logits[: a.loop]) if a.loop < trained else 1.0
+            for gate_logits, a in zip(passed, arrivals, strict=True)
+        ]
+    if "state" in needs:
+        changes = memory.changes[[a.loop - 1 for a in arrivals], places].tolist()
     if "clock" in needs and memory.device.type == "cuda":
         torch.cuda.synchronize(memory.device)
     now = clock.now() if "clock" in needs else 0.0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from looplm.inference.choice import Emit, choose, settle
 from looplm.inference.decide import Arrival, Clock, decide
 from looplm.inference.memory import Memory
-from looplm.inference.passes import LanguageModel, Work, core_pass, encode
+from looplm.inference.passes import LanguageModel, Work, core_pass
 from looplm.inference.request import Flight, Request
 from looplm.inference.speculative import PRIOR_ACCEPTED, PRIOR_DRAFTED, Costs, best_draft_tokens
 
@@ -23,11 +23,9 @@ def tick(
         if not request.flights:
             begin(lm, request, started)
     segments = [request.decoding_segment(chunk_size) for request in requests]
-    fresh = [(s, r.tokens(s.start, s.stop)) for r, s in zip(requests, segments, strict=True) if s.loop_idx == 0]
-    if fresh:
-        encode(lm.model, memory, [segment for segment, _ in fresh], [tokens for _, tokens in fresh])
+    tokens = [[] if s.loop_idx else r.tokens(s.start, s.stop) for r, s in zip(requests, segments, strict=True)]
     changes = any(request.exit.needs == "state" for request in requests)
-    work = core_pass(lm.model, memory, segments, changes=changes)
+    work = core_pass(lm.model, memory, segments, tokens, changes=changes)
     arrivals: list[Arrival] = []
     for request, segment in zip(requests, segments, strict=True):
         request.filled[segment.loop_idx] = segment.stop
@@ -36,7 +34,7 @@ def tick(
             going = [f for f in request.flights if not f.loop] if request.verifying else request.flights[-1:]
             arrivals += [Arrival(request, flight, request.loop_idx) for flight in going]
     readings, head_reads = decide(lm, memory, arrivals, clock)
-    choose(readings)
+    choose(lm, readings)
     left = [(reading.request, reading.flight) for reading in readings if reading.kind == "exit"]
     for request, flight in left:
         if not request.catches_up:

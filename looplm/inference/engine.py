@@ -295,15 +295,8 @@ class Engine:
         memory = self._memory
         if memory is None:
             return finished
-        joined = scheduler.admit(memory, self._clock.now())
-        stats.prompt_tokens += sum(len(request.prompt_token_ids) for request in joined)
-        stats.shared_prompt_tokens += sum(request.reused for request in joined)
-        choose(
-            [Reading(r, r.flights[0], r.flights[0].logits, "exit") for r in joined if r.flights[0].logits is not None]
-        )
-        for request in joined:
-            settle(request, self._emit)
-        finished += self._sweep(joined)
+        if scheduler.waiting:
+            finished += self._admit(memory)
         if scheduler.prefilling:
             reading = list(scheduler.prefilling)
             work = prefill(self._run_by, memory, reading, self.chunk_size, self._clock, self._emit)
@@ -315,22 +308,35 @@ class Engine:
                     stats.prompt_tokens += len(request.prompt_token_ids)
                     stats.shared_prompt_tokens += request.reused
                     scheduler.prompt_is_in(request, memory)
-            self._measure(memory)
+            self._measure()
             finished += self._sweep(reading)
         if scheduler.decoding:
             decoding = list(scheduler.decoding)
-            counted = [(r.drafted, r.accepted, r.draft_reads) for r in decoding]
-            before = [sum(counts) for counts in zip(*counted, strict=True)]
+            drafting = [request for request in decoding if request.speculation is not None]
+            before = _draft_counts(drafting)
             work = tick(self._run_by, memory, decoding, self.chunk_size, self._clock, self._emit)
             stats.weight_passes += work.weight_passes
             stats.token_loops += work.token_loops
             stats.head_reads += work.head_reads
-            stats.drafted_tokens += sum(r.drafted for r in decoding) - before[0]
-            stats.accepted_tokens += sum(r.accepted for r in decoding) - before[1]
-            stats.draft_head_reads += sum(r.draft_reads for r in decoding) - before[2]
-            self._measure(memory)
+            drafted, accepted, reads = (now - then for now, then in zip(_draft_counts(drafting), before, strict=True))
+            stats.drafted_tokens += drafted
+            stats.accepted_tokens += accepted
+            stats.draft_head_reads += reads
             finished += self._sweep(decoding)
         return finished
+
+    def _admit(self, memory: Memory) -> list[Request]:
+        """Begins waiting requests; those whose prompt is in already get their first token. Returns the finished."""
+        joined = self._scheduler.admit(memory, self._clock.now())
+        self.stats.prompt_tokens += sum(len(request.prompt_token_ids) for request in joined)
+        self.stats.shared_prompt_tokens += sum(request.reused for request in joined)
+        choose(
+            self._run_by,
+            [Reading(r, r.flights[0], r.flights[0].logits, "exit") for r in joined if r.flights[0].logits is not None],
+        )
+        for request in joined:
+            settle(request, self._emit)
+        return self._sweep(joined)
 
     def _take_memory(self) -> None:
         scheduler = self._scheduler
@@ -346,13 +352,17 @@ class Engine:
         self.stats.cache_bytes = max(self.stats.cache_bytes, self._memory.cache.bytes_allocated)
         self.stats.state_bytes = max(self.stats.state_bytes, self._memory.state_bytes)
 
-    def _measure(self, memory: Memory) -> None:
-        in_use = memory.bytes_in_use(self._scheduler.prefilling, self._scheduler.decoding)
-        self.stats.cache_bytes_in_use = max(self.stats.cache_bytes_in_use, in_use)
+    def _measure(self) -> None:
+        """Asked before anything is released: until then what is in use only grows."""
+        if self._memory is not None:
+            in_use = self._memory.bytes_in_use(self._scheduler.prefilling, self._scheduler.decoding)
+            self.stats.cache_bytes_in_use = max(self.stats.cache_bytes_in_use, in_use)
 
     def _sweep(self, requests: Sequence[Request]) -> list[Request]:
         """Releases those of `requests` that have finished."""
         done = [request for request in requests if request.finish_reason is not None]
+        if done:
+            self._measure()
         for request in done:
             self._release(request)
         return done
@@ -364,6 +374,8 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
+        if request.slot >= 0:
+            self._measure()
         self._release(request)
 
     def _emit(self, request: Request, flight: Flight, token: int) -> None:
@@ -384,3 +396,12 @@ class Engine:
             request.finish_reason = "stop"
         elif len(request.token_ids) >= request.sampling.max_tokens:
             request.finish_reason = "length"
+
+
+def _draft_counts(requests: Sequence[Request]) -> tuple[int, int, int]:
+    """Drafts tested, those that stood, and reads of a draft head."""
+    return (
+        sum(request.drafted for request in requests),
+        sum(request.accepted for request in requests),
+        sum(request.draft_reads for request in requests),
+    )

@@ -5,7 +5,8 @@ gate logits and changes between loops: rows of tensors at the same places. A req
 it may come to from the moment it is admitted, so that none ever runs out of memory half-way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -197,11 +198,15 @@ class Memory:
         """
         rope = self.cos[layout.positions], self.sin[layout.positions]
         if in_place and layout.positions.shape[1] == 1:
-            stride = 0 if self.cache.strategy in SHARED else self.cache.stride
-            places, mask = Places(self._write(layout), None, None, Rows(layout.rows, self.table, rope, stride)), None
+            places, mask = Places(self._write(layout), None, None, self.rows(chain.from_iterable(layout.pieces))), None
         else:
             places, mask = self.places(layout), layout.mask()
         return AttentionContext(*rope, mask, self.cache.view(places, loop_idx)), places.write
+
+    def rows(self, numbers: Iterable[int]) -> Rows:
+        """Single positions as the kernels read them, from four numbers each: those of a `Segment`."""
+        stride = 0 if self.cache.strategy in SHARED else self.cache.stride
+        return Rows(numbers, self.table, (self.cos, self.sin), stride)
 
     def places(self, layout: Layout) -> Places:
         """The places that a pass over `layout` writes and reads."""

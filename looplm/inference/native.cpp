@@ -2,23 +2,14 @@
 //
 // Compiled on the user's machine by native.py and called through ctypes: plain C functions over addresses, no header of
 // torch. Results are rounded to the model's dtype wherever PyTorch rounds them; sums are kept in float (double for
-// double). Vectors are GCC's and clang's own extension, so that the same text serves every CPU.
+// double).
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <vector>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+
+#include "native_vectors.hpp"
 
 extern "C" {
-// Both structs are declared once more in native.py.
+// These structs are declared once more in native.py.
 struct Layer {
     const void *norms[4];                // before and after attention, before and after the MLP; null: no scale
     const void *weights[7], *biases[7];  // q k v o gate up down; weights as nn.Linear has them, biases may be null
@@ -30,149 +21,22 @@ struct Layer {
 struct Rows {
     const int64_t *rows;  // (count, 4): slot, loop, and the position from start to stop
     const int64_t *table;  // (slots, table_stride): where each position of a slot lies
-    const void *cos, *sin;  // (count, head_dim)
+    const void *cos, *sin;  // (positions, head_dim)
     int64_t count, table_stride, loop_stride, threads;
+};
+struct Pass {
+    const Layer *const *layers;
+    void *const *keys, *const *values;  // of each layer
+    const void *norm, *gate, *gate_bias, *embed_tokens;  // norm null: no scale
+    void *states, *hidden, *embeds;  // (places, hidden_size); hidden may be states, embeds may be null
+    void *gate_logits;  // (loops, places), in float for bfloat16
+    int64_t num_layers, hidden_size, num_places;
+    int64_t norms, exit_norms, raw_state, raw_hidden;  // 0 or 1
+    double eps;
 };
 }
 
 namespace {
-
-struct bf16 {
-    uint16_t bits;
-};
-template <class T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-inline double widen(double x) { return x; }
-inline float widen(float x) { return x; }
-inline float widen(bf16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
-template <class T> inline T narrow(Wide<T> x) { return x; }
-template <> inline bf16 narrow<bf16>(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
-    return {uint16_t(x != x ? 0x7fc0 : even)};
-}
-template <class T> inline Wide<T> rounded(Wide<T> x) { return widen(narrow<T>(x)); }
-
-// --- 64 bytes at a time ----------------------------------------------------------------------------------------------
-
-typedef float Floats __attribute__((vector_size(64)));
-typedef double Doubles __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-template <class T> using Vec = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
-template <class T> constexpr int64_t LANES = 64 / sizeof(Wide<T>);  // numbers in a Vec<T>
-template <class T> constexpr int64_t STEP = 64 / sizeof(T);  // numbers that a step of a dot product takes
-
-template <class V> inline V read64(const void *from) {
-    V vec;
-    memcpy(&vec, from, 64);
-    return vec;
-}
-template <class T> inline Vec<T> load(const T *from) { return read64<Vec<T>>(from); }
-inline Floats load(const bf16 *from) {
-    Halves halves;
-    memcpy(&halves, from, 32);
-    return (Floats)(__builtin_convertvector(halves, Words) << 16);
-}
-
-// acc += a * b over STEP<T> numbers, summed into the lanes in some order.
-inline void step(Floats &acc, const float *a, const float *b) { acc += load(a) * load(b); }
-inline void step(Doubles &acc, const double *a, const double *b) { acc += load(a) * load(b); }
-inline void step(Floats &acc, const bf16 *a, const bf16 *b) {
-#ifdef __AVX512BF16__
-    acc = (Floats)_mm512_dpbf16_ps((__m512)acc, read64<__m512bh>(a), read64<__m512bh>(b));
-#else
-    Words x = read64<Words>(a), y = read64<Words>(b);
-    acc += (Floats)(x << 16) * (Floats)(y << 16);
-    acc += (Floats)(x & 0xffff0000u) * (Floats)(y & 0xffff0000u);
-#endif
-}
-inline float total(Floats vec) {
-    float part[16], sums[8];
-    memcpy(part, &vec, 64);
-    for (int i = 0; i < 8; i++) sums[i] = part[i] + part[i + 8];
-    for (int i = 0; i < 4; i++) sums[i] += sums[i + 4];
-    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
-}
-inline double total(Doubles vec) {
-    double sums[4];
-    for (int i = 0; i < 4; i++) sums[i] = vec[i] + vec[i + 4];
-    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
-}
-
-// The totals of four vectors: halves are laid side by side and added until four partial sums of each are left.
-inline void totals(const Floats *v, float *out) {
-    Floats pairs[2];
-    for (int i = 0; i < 2; i++)
-        pairs[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                   __builtin_shufflevector(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    Floats four = __builtin_shufflevector(pairs[0], pairs[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                  __builtin_shufflevector(pairs[0], pairs[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    four += __builtin_shufflevector(four, four, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    four += __builtin_shufflevector(four, four, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    for (int i = 0; i < 4; i++) out[i] = four[4 * i];
-}
-inline void totals(const Doubles *v, double *out) {
-    for (int i = 0; i < 4; i++) out[i] = total(v[i]);
-}
-
-inline void exp_all(double *x, int64_t count) {
-    for (int64_t i = 0; i < count; i++) x[i] = std::exp(x[i]);
-}
-// 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; within 2 units in the last place. Below -87 it stays at 1e-38.
-inline Floats exp_of(Floats x) {
-    x = x < -87.0f ? Floats{} - 87.0f : x;
-    x = x > 88.0f ? Floats{} + 88.0f : x;
-    Floats n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest whole number
-    Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Floats p = Floats{} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
-}
-inline void exp_all(float *x, int64_t count) {
-    for (int64_t i = 0; i < count; i += 16) {
-        float some[16] = {};
-        int64_t left = count - i < 16 ? count - i : 16;
-        memcpy(some, x + i, left * 4);
-        Floats result = exp_of(load(some));
-        memcpy(x + i, &result, left * 4);
-    }
-}
-
-// --- Threads and scratch ---------------------------------------------------------------------------------------------
-
-template <class Body> void parallel(int64_t threads, int64_t count, Body body) {
-#ifdef _OPENMP
-    if (threads > 1 && count > 1) {
-#pragma omp parallel num_threads(threads)
-        {
-            int64_t mine = omp_get_thread_num(), all = omp_get_num_threads();
-            body(count * mine / all, count * (mine + 1) / all);
-        }
-        return;
-    }
-#endif
-    body(int64_t(0), count);
-}
-
-// Numbers are not used twice, since T and Wide<T> may be one type. Kept for the next call: scratch number `which` of this thread, at least `count` long.
-template <class T> T *scratch(int which, int64_t count) {
-    static thread_local std::vector<T> kept[12];
-    if (int64_t(kept[which].size()) < count) kept[which].resize(count);
-    return kept[which].data();
-}
 
 // --- Parts of a layer ------------------------------------------------------------------------------------------------
 
@@ -316,11 +180,13 @@ void attend(const Layer &l, const Rows &r, const T *q, const T *k, const T *v, T
     auto place = [&](const int64_t *at, int64_t position) {
         return r.table[at[0] * r.table_stride + position] + at[1] * r.loop_stride;
     };
+    auto turn = [&](const T *from, const void *norm, int64_t position, T *to) {
+        rotated<T>(l, from, norm, cos + position * d, sin + position * d, to);
+    };
     parallel(r.threads, r.count, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; n++) {
-            int64_t own = place(r.rows + 4 * n, r.rows[4 * n + 3] - 1) * row;
-            for (int64_t h = 0; h < row; h += d)
-                rotated<T>(l, k + n * row + h, l.k_norm, cos + n * d, sin + n * d, keys + own + h);
+            int64_t position = r.rows[4 * n + 3] - 1, own = place(r.rows + 4 * n, position) * row;
+            for (int64_t h = 0; h < row; h += d) turn(k + n * row + h, l.k_norm, position, keys + own + h);
             memcpy(values + own, v + n * row, row * sizeof(T));
         }
     });
@@ -332,8 +198,7 @@ void attend(const Layer &l, const Rows &r, const T *q, const T *k, const T *v, T
             int64_t *places = scratch<int64_t>(0, count);
             for (int64_t j = 0; j < count; j++) places[j] = place(at, j);
             const T *from = q + n * l.heads * d;
-            for (int64_t h = first; h < last; h++)
-                rotated<T>(l, from + h * d, l.q_norm, cos + n * d, sin + n * d, queries + (h - first) * d);
+            for (int64_t h = first; h < last; h++) turn(from + h * d, l.q_norm, count - 1, queries + (h - first) * d);
             attend_row<T>(l, places, count, first, last, queries, keys, values, out + (n * l.heads + first) * d);
             begin += last - first;
         }
@@ -388,15 +253,67 @@ template <class T> void layer(const Layer &l, const Rows &r, const T *x, T *keys
     for (int64_t i = 0; i < n * size; i += size) join<T>(l, middle + i, branch + i, 3, out + i, nullptr);
 }
 
+// --- A pass ----------------------------------------------------------------------------------------------------------
+
+// The core over single positions, with the final norm and the gate after it. `tokens` are those of rows that are new,
+// -1 elsewhere: they start from their embedding, the others from their state.
+template <class T> void core(const Pass &p, const Rows &r, const int64_t *tokens) {
+    int64_t n = r.count, size = p.hidden_size;
+    T *x = scratch<T>(12, n * size), *out = scratch<T>(13, n * size);
+    auto place = [&](int64_t i) { return r.table[r.rows[4 * i] * r.table_stride + r.rows[4 * i + 3] - 1]; };
+    for (int64_t i = 0; i < n; i++) {
+        const T *from = (T *)p.states + place(i) * size;
+        if (tokens[i] >= 0) from = (const T *)p.embed_tokens + tokens[i] * size;
+        if (tokens[i] >= 0 && p.embeds) memcpy((T *)p.embeds + place(i) * size, from, size * sizeof(T));
+        memcpy(x + i * size, from, size * sizeof(T));
+    }
+    for (int64_t l = 0; l < p.num_layers; l++, std::swap(x, out))
+        layer<T>(*p.layers[l], r, x, (T *)p.keys[l], (T *)p.values[l], out);
+    for (int64_t i = 0; i < n; i++) {
+        T *raw = x + i * size, *normed = out + i * size;
+        if (p.exit_norms) norm_row<T>(raw, nullptr, p.eps, size, raw);
+        if (p.norms) norm_row<T>(raw, (const T *)p.norm, p.eps, size, normed);
+        else memcpy(normed, raw, size * sizeof(T));
+        memcpy((T *)p.hidden + place(i) * size, p.raw_hidden ? raw : normed, size * sizeof(T));
+        memcpy((T *)p.states + place(i) * size, p.raw_state ? raw : normed, size * sizeof(T));
+        Wide<T> logit;
+        dots<T, 1, 1>((const T *)p.gate, normed, size, &logit);
+        if (p.gate_bias) logit += widen(*(const T *)p.gate_bias);
+        ((Wide<T> *)p.gate_logits)[r.rows[4 * i + 1] * p.num_places + place(i)] = rounded<T>(logit);
+    }
+}
+
+// The first of the largest numbers of a row, or -1 where one of them is not finite.
+template <class T> int64_t best(const T *x, int64_t count) {
+    Wide<T> nothing = 0, most = widen(x[0]);
+#pragma omp simd reduction(+ : nothing) reduction(max : most)
+    for (int64_t i = 0; i < count; i++) {
+        Wide<T> number = widen(x[i]);
+        nothing += number * 0;
+        most = number > most ? number : most;
+    }
+    if (nothing != 0) return -1;
+    return std::find_if(x, x + count, [=](T number) { return widen(number) == most; }) - x;
+}
+
 }  // namespace
 
 #define FOR(T, NAME)                                                                                                   \
     void layer_##NAME(const Layer *l, const Rows *r, const void *x, void *keys, void *values, void *out) {             \
         layer<T>(*l, *r, (const T *)x, (T *)keys, (T *)values, (T *)out);                                              \
     }                                                                                                                  \
+    void core_##NAME(const Pass *p, const Rows *r, const int64_t *tokens) { core<T>(*p, *r, tokens); }                 \
     void attend_##NAME(const Layer *l, const Rows *r, const void *q, const void *k, const void *v, void *keys,         \
                        void *values, void *out) {                                                                      \
         attend<T>(*l, *r, (const T *)q, (const T *)k, (const T *)v, (T *)keys, (T *)values, (T *)out);                 \
+    }                                                                                                                  \
+    void linear_##NAME(const void *weight, const void *bias, const void *x, int64_t count, int64_t size, int64_t columns,  \
+                       int64_t threads, void *out) {                                                                   \
+        Product<T> product{(const T *)weight, (const T *)bias, (T *)out, columns};                                     \
+        multiply(&product, 1, (const T *)x, count, size, threads);                                                     \
+    }                                                                                                                  \
+    void best_##NAME(const void *x, int64_t count, int64_t columns, int64_t *out) {                                    \
+        for (int64_t n = 0; n < count; n++) out[n] = best<T>((const T *)x + n * columns, columns);                     \
     }                                                                                                                  \
     void norm_##NAME(const void *x, const void *scale, double eps, int64_t count, int64_t size, void *out) {           \
         for (int64_t n = 0; n < count * size; n += size)                                                               \

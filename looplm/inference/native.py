@@ -13,6 +13,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from array import array
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("native.cpp", "native_vectors.hpp"))
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi",
 )  # fmt: skip
@@ -55,6 +57,19 @@ class RowsArgs(ctypes.Structure):
     ]
 
 
+class PassArgs(ctypes.Structure):
+    """What is the same for all passes of one model on one memory: `Pass` in native.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("layers", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("norm", "gate", "gate_bias", "embed_tokens")),
+        *((name, ctypes.c_void_p) for name in ("states", "hidden", "embeds", "gate_logits")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "num_places")),
+        *((name, ctypes.c_int64) for name in ("norms", "exit_norms", "raw_state", "raw_hidden")),
+        ("eps", ctypes.c_double),
+    ]
+
+
 class Unavailable(Exception):
     """Why there are no kernels here, in a sentence."""
 
@@ -82,7 +97,7 @@ def cache_directory() -> Path:
 
 def _built(compiler: str) -> Path:
     """The library's file. Two processes may build it at one time: each writes its own, and a rename puts it there."""
-    made_of = (SOURCE.read_text(encoding="utf-8"), compiler, _version(compiler), FLAGS, _processor())
+    made_of = (SOURCE.read_bytes(), HEADER.read_bytes(), compiler, _version(compiler), FLAGS, _processor())
     name = f"native-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     directory = cache_directory()
     target = directory / name
@@ -114,18 +129,18 @@ class Rows:
 
     def __init__(
         self,
-        rows: Int[Tensor, "B 4"],
+        rows: Iterable[int],
         table: Int[Tensor, "slots positions"],
-        rope: tuple[Float[Tensor, "B 1 d"], Float[Tensor, "B 1 d"]],
+        rope: tuple[Float[Tensor, "positions d"], Float[Tensor, "positions d"]],
         loop_stride: int,
     ) -> None:
-        """rows: slot, loop, and the position from start to stop. table: the place of each position of a slot.
-        loop_stride: how far the set of the next loop lies behind this loop's, in places."""
-        self._kept_alive = rows, table, rope
-        assert rows.is_contiguous() and table.is_contiguous() and all(part.is_contiguous() for part in rope)
+        """rows: four numbers each: slot, loop, and the position from start to stop. table: the place of each position
+        of a slot. loop_stride: how far the set of the next loop lies behind this loop's, in places."""
+        numbers = array("q", rows)
+        self._kept_alive = numbers, table, rope
         self.args = RowsArgs(
-            rows.data_ptr(), table.data_ptr(), rope[0].data_ptr(), rope[1].data_ptr(),
-            len(rows), table.shape[1], loop_stride, torch.get_num_threads(),
+            numbers.buffer_info()[0], table.data_ptr(), rope[0].data_ptr(), rope[1].data_ptr(),
+            len(numbers) // 4, table.shape[1], loop_stride, torch.get_num_threads(),
         )  # fmt: skip
 
 
@@ -139,15 +154,25 @@ class Kernels:
         kernels, name = library(), NAMES[dtype]
         if isinstance(kernels, Unavailable):
             raise kernels
-        pointer = ctypes.c_void_p
-        self._layer, self._attend, self._norm = (
-            getattr(kernels, f"{part}_{name}") for part in ("layer", "attend", "norm")
-        )
-        self._layer.argtypes = [pointer] * 6
-        self._attend.argtypes = [pointer] * 8
-        self._norm.argtypes = [pointer, pointer, ctypes.c_double, ctypes.c_int64, ctypes.c_int64, pointer]
-        for function in (self._layer, self._attend, self._norm):
-            function.restype = None
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        takes = {
+            "core": [pointer] * 3,
+            "layer": [pointer] * 6,
+            "attend": [pointer] * 8,
+            "linear": [*[pointer] * 3, *[number] * 4, pointer],
+            "best": [pointer, number, number, pointer],
+            "norm": [pointer, pointer, ctypes.c_double, number, number, pointer],
+        }
+        functions = {part: getattr(kernels, f"{part}_{name}") for part in takes}
+        for part, function in functions.items():
+            function.argtypes, function.restype = takes[part], None
+        self._core, self._layer, self._attend = (functions[part] for part in ("core", "layer", "attend"))
+        self._linear, self._best, self._norm = (functions[part] for part in ("linear", "best", "norm"))
+
+    def core(self, model: PassArgs, rows: Rows, tokens: Sequence[int]) -> None:
+        """The core, final norm and gate for single positions. tokens: -1 for rows that go on from their states."""
+        ids = array("q", tokens)
+        self._core(ctypes.addressof(model), ctypes.addressof(rows.args), ids.buffer_info()[0])
 
     def layer(self, layer: LayerArgs, rows: Rows, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """A layer for single positions, x (B, 1, D); their keys and values are stored on the way."""
@@ -169,6 +194,22 @@ class Kernels:
             keys.data_ptr(), values.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A linear layer for a few rows, x (N, I), on the weight as it is."""
+        x, columns = x.contiguous(), weight.shape[0]
+        out = x.new_empty(len(x), columns)
+        self._linear(
+            weight.data_ptr(), address(bias), x.data_ptr(), len(x), x.shape[1], columns, torch.get_num_threads(),
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def best(self, logits: Tensor) -> list[int]:
+        """The first of the largest logits of every row, (N, V); -1 where one of them is not finite."""
+        logits, out = logits.contiguous(), (ctypes.c_int64 * len(logits))()
+        self._best(logits.data_ptr(), *logits.shape, ctypes.addressof(out))
+        return list(out)
 
     def norm(self, x: Tensor, scale: nn.Parameter | None, eps: float) -> Tensor:
         """RMSNorm over the last dimension."""

@@ -16,7 +16,7 @@ from looplm.model.looped import LoopedTransformer
 from looplm.model.lora import LoraSlices, project
 from looplm.model.norm import RMSNorm
 
-FEW = {torch.bfloat16: 16, torch.float32: 16, torch.float64: 16}
+FEW = {torch.bfloat16: 32, torch.float32: 128, torch.float64: 128}
 """Rows up to which a layer in one call, which reads every weight once, beats seven matrix products and what is between
 them."""
 

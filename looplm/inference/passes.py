@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from looplm.inference.layout import Layout, Segment, lay_out
 from looplm.inference.memory import Memory
 from looplm.inference.native_block import reads_in_place
+from looplm.inference.native_pass import NativeTransformer
 from looplm.model.looped import LoopedTransformer
 
 LONGEST_RUN = 32
@@ -71,12 +72,36 @@ def by_piece(
         first = last + 1
 
 
-def core_pass(model: LoopedTransformer, memory: Memory, segments: Sequence[Segment], *, changes: bool) -> Work:
+def core_pass(
+    model: LoopedTransformer,
+    memory: Memory,
+    segments: Sequence[Segment],
+    tokens: Sequence[list[int]],
+    *,
+    changes: bool,
+) -> Work:
     """Takes every segment through its loop, in one application of the core.
 
+    tokens: those of segments that begin with loop 1, which are embedded first; none for the others.
     States, hidden states and gate logits go to the memory, keys and values to the cache; with `changes` also how far
     the hidden state has moved.
     """
+    single = all(segment.num_positions <= LONGEST_RUN for segment in segments)
+    native = model if isinstance(model, NativeTransformer) and single and not changes else None
+    if native is not None and not native.takes(memory, segments):
+        native = None
+    fresh = [(segment, ids) for segment, ids in zip(segments, tokens, strict=True) if ids]
+    if fresh and (model.prelude or native is None):
+        encode(model, memory, [segment for segment, _ in fresh], [ids for _, ids in fresh])
+        tokens = [[]] * len(segments)
+    if native is not None:
+        native.run(memory, segments, tokens)
+    else:
+        _run_core(model, memory, segments, changes)
+    return Work(1, sum(segment.num_positions for segment in segments))
+
+
+def _run_core(model: LoopedTransformer, memory: Memory, segments: Sequence[Segment], changes: bool) -> None:
     layout, in_place = _layout(model, memory, segments)
     loop_idx = layout.loop_idx
     context, at = memory.context(layout, loop_idx, in_place=in_place)
@@ -92,7 +117,6 @@ def core_pass(model: LoopedTransformer, memory: Memory, segments: Sequence[Segme
     if memory.hidden is not memory.states:
         memory.hidden[at] = result.hidden
     memory.gate_logits[loops, at] = result.gate_logits.to(memory.gate_logits.dtype)
-    return Work(1, sum(segment.num_positions for segment in segments))
 
 
 def coda_pass(
@@ -110,5 +134,7 @@ def read(
     lm: LanguageModel, memory: Memory, positions: Sequence[tuple[int, int]], hidden: Float[Tensor, "N D"]
 ) -> Float[Tensor, "N V"]:
     """Logits after single positions, given as (slot, position), through the coda where there is one."""
+    if not lm.model.coda:
+        return lm.lm_head(hidden)
     segments = [Segment(slot, 0, position, position + 1) for slot, position in positions]
     return lm.lm_head(coda_pass(lm.model, memory, segments, hidden[:, None])[:, 0])

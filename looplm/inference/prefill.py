@@ -18,7 +18,7 @@ from looplm.inference.exit_policy import Signals, decides_per_position
 from looplm.inference.kv_cache import SHARED
 from looplm.inference.layout import Segment
 from looplm.inference.memory import Memory
-from looplm.inference.passes import LanguageModel, Work, coda_pass, core_pass, encode, read
+from looplm.inference.passes import LanguageModel, Work, coda_pass, core_pass, read
 from looplm.inference.request import Flight, Request
 from looplm.inference.sampling import token_logprobs
 from looplm.inference.screening import apply_screen
@@ -40,10 +40,9 @@ def prefill(
     for request in taking:
         if not request.flights:
             request.flights = [Flight(len(request.prompt_token_ids) - 1, clock.now())]
-    fresh = [(s, r.tokens(s.start, s.stop)) for r, s in zip(taking, segments, strict=True) if s.loop_idx == 0]
-    if fresh:
-        encode(lm.model, memory, [segment for segment, _ in fresh], [tokens for _, tokens in fresh])
-    work = core_pass(lm.model, memory, segments, changes=any(r.exit.needs == "state" for r in taking))
+    tokens = [[] if s.loop_idx else r.tokens(s.start, s.stop) for r, s in zip(taking, segments, strict=True)]
+    changes = any(request.exit.needs == "state" for request in taking)
+    work = core_pass(lm.model, memory, segments, tokens, changes=changes)
     arrivals: list[Arrival] = []
     for request, segment in zip(taking, segments, strict=True):
         work += read_out(lm, memory, request, segment)
@@ -65,7 +64,7 @@ def prefill(
             reading, reads = read_prompt(lm, memory, request, chunk_size)
             readings.append(reading)
             head_reads += reads
-    choose(readings)
+    choose(lm, readings)
     for request in in_now:
         if request.family is not None:
             request.family.logits, request.family.loop = request.flights[0].logits, request.flights[0].loop
@@ -154,7 +153,7 @@ def note_exits(memory: Memory, arrivals: Sequence[Arrival], clock: Clock, traine
 
     Where the distribution decides that loop, the hidden states of all loops are kept until the coda can read them.
     """
-    for arrival, signals in zip(arrivals, gather_signals(memory, arrivals, clock), strict=True):
+    for arrival, signals in zip(arrivals, gather_signals(memory, arrivals, clock, trained), strict=True):
         request, flight, loop = arrival
         if request.exit.needs == "logits":
             flight.hiddens.append(memory.hidden[request.places[flight.position]].clone())

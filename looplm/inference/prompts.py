@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from looplm.errors import UserError
 from looplm.inference.capacity import DoesNotFit
-from looplm.inference.exit_policy import ExitPolicy, FixedDepth, QuantileExit
+from looplm.inference.exit_policy import ExitPolicy, FixedDepth, HiddenDiffExit, QuantileExit
 from looplm.inference.passes import LanguageModel
 from looplm.inference.sampling import SamplingParams, check_text, whole_numbers
 from looplm.inference.text import Tokenizer
@@ -37,7 +37,7 @@ class CheckpointModel(LanguageModel, Protocol):
     """A language model with what its checkpoint has saved, as `looplm.load` returns it."""
 
     config: Any
-    """With `eos_token_id` (one, several or None) and `exit_threshold` (None: all loops)."""
+    """With `eos_token_id` (one, several or None), `exit_threshold` (None: all loops) and `exit_epsilon` (or None)."""
     generation_config: Any
     """With `eos_token_id`."""
 
@@ -129,12 +129,14 @@ def check_model(model: object) -> None:
 
 
 def model_defaults(model: LanguageModel) -> tuple[frozenset[int], ExitPolicy]:
-    """The end tokens and the exit threshold that a checkpoint brings; none and all loops for a bare model."""
+    """The end tokens and the exit rule that a checkpoint brings; none and all loops for a bare model."""
     all_loops = FixedDepth(model.model.config.num_loops)
     if not isinstance(model, CheckpointModel):
         return frozenset(), all_loops
     ends: set[int] = set()
     for given in (model.config.eos_token_id, model.generation_config.eos_token_id):
         ends.update([given] if isinstance(given, int) else given or [])
-    threshold = model.config.exit_threshold
+    threshold, epsilon = model.config.exit_threshold, model.config.exit_epsilon
+    if epsilon is not None:
+        return frozenset(ends), HiddenDiffExit(epsilon)
     return frozenset(ends), all_loops if threshold is None or threshold >= 1 else QuantileExit(threshold)

@@ -47,8 +47,8 @@ class Flight:
     stable: int = 0
     hiddens: list[Tensor] = field(default_factory=list)
     """(D,) hidden state of every loop, where a coda has to wait for the rest of a prompt."""
-    broken: bool = False
-    """Whether its logits are not finite."""
+    likeliest: int = -1
+    """The likeliest token after it, under the model itself; -1 until it is read, and where logits are not finite."""
     screened: bool = False
     """Whether the screen has seen it."""
     verdict: "Verdict | Failed | None" = None

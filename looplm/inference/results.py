@@ -79,7 +79,7 @@ class EngineStats:
     cache_bytes: int = 0
     """Keys and values there was room for, at most."""
     cache_bytes_in_use: int = 0
-    """Most bytes of keys and values that held something at one time."""
+    """Most bytes of keys and values that held something at one time, seen when prompts are read or requests leave."""
     state_bytes: int = 0
     """Room for states that wait for deeper loops and what goes with them, at most."""
 

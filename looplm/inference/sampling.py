@@ -199,4 +199,5 @@ def token_logprobs(logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> F
 
 def all_finite(logits: Float[Tensor, "N V"]) -> Bool[Tensor, " N"]:
     """False for rows of a broken model: nothing can be drawn from them."""
-    return logits.isfinite().all(-1)
+    # In a third of the time that asking each of them takes: 0 times what is not finite is NaN.
+    return (logits * 0).sum(-1) == 0

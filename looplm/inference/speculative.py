@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from looplm.errors import UserError
-from looplm.inference.packed import PackedLinear
+from looplm.inference.packed import NativeLinear, PackedLinear
 from looplm.inference.sampling import whole_numbers
 
 MOST_ADAPTIVE = 8
@@ -115,9 +115,11 @@ def rows_of(lm_head: nn.Linear, token_ids: Sequence[int]) -> nn.Linear:
     some.weight = nn.Parameter(lm_head.weight.detach()[rows], requires_grad=False)
     if lm_head.bias is not None:
         some.bias = nn.Parameter(lm_head.bias.detach()[rows], requires_grad=False)
-    if isinstance(lm_head, PackedLinear):
-        some.__class__ = PackedLinear
-        assert isinstance(some, PackedLinear)
+    if isinstance(lm_head, PackedLinear | NativeLinear):
+        some.__class__ = type(lm_head)
+    if isinstance(some, NativeLinear) and isinstance(lm_head, NativeLinear):
+        some.kernels = lm_head.kernels
+    if isinstance(some, PackedLinear):
         some.pack()
     return some
 

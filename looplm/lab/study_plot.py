@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from looplm.lab.study import Panel, Plan
 from looplm.lab.study_results import Place, Spread, spread_of
@@ -77,6 +78,7 @@ def _draw_lines(axes: Axes, panel: Panel, plan: Plan, places: Sequence[Place]) -
         axes.plot(x, mean, label=name, linewidth=1.2, markersize=3.5, **style)
         low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # loops, levels and steps are counted
     axes.set_xlabel(panel.over or "", fontsize=8)
 
 

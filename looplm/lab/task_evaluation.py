@@ -96,7 +96,7 @@ def evaluate_task(
     )
 
 
-def task_figures(model: LoopLM, task: Task, count: int = 1000) -> dict[str, Any]:
+def task_figures(model: LoopLM, task: Task, count: int = 4000) -> dict[str, Any]:
     """:func:`evaluate_task` as figures for a study: lists go by level, or by loop from 1 on.
 
     `accuracy` is that of the hardest level at the trained depth.

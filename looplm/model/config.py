@@ -9,7 +9,7 @@ from looplm.errors import UserError
 NormPlacement = Literal["ouro", "pre", "post", "sandwich", "magic"]
 FinalNorm = Literal["rms", "frms", "none"]
 LoopState = Literal["normed", "raw"]
-Injection = Literal["none", "scalar", "add", "concat"]
+Injection = Literal["none", "scalar", "add", "concat", "concat_random", "concat_norm", "concat_layers"]
 CodaInput = Literal["normed", "raw"]
 RopeType = Literal["linear", "llama3", "yarn"]
 
@@ -96,7 +96,8 @@ class LoopedConfig:
     coda_input: CodaInput = "normed"
     """What the coda reads: the normed state, or the raw one, as the last layers of a dense model do."""
     injection: Injection = "none"
-    """How the input embedding enters loops 2..R."""
+    """How the input embedding e enters loops 2..R: scalar w e + (1 - w) N(h); add h + e; concat W [h; e], W starting
+    at [I, 0]; concat_random W anywhere; concat_norm with a norm on each before; concat_layers before every layer."""
     lora_rank: int = 0
     """Rank of the per-loop LoRA banks on q, k, v, o, gate, up and down; 0 for none."""
     lora_alpha: float = 32.0

@@ -89,9 +89,13 @@ def _injection_shapes(config: LoopedConfig) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     if config.injection == "scalar":
         return {"model.injection.logit": (1,), "model.injection.norm.weight": (hidden,)}
-    if config.injection == "concat":
-        return {"model.injection.proj.weight": (hidden, 2 * hidden)}
-    return {}
+    if not config.injection.startswith("concat"):
+        return {}
+    one = {"proj.weight": (hidden, 2 * hidden)}
+    if config.injection == "concat_norm":
+        one |= {"state_norm.weight": (hidden,), "embeds_norm.weight": (hidden,)}
+    layers = [f"layers.{i}." for i in range(config.num_hidden_layers)] if config.injection == "concat_layers" else [""]
+    return {f"model.injection.{layer}{name}": shape for layer in layers for name, shape in one.items()}
 
 
 def _lora_shapes(config: LoopedConfig) -> dict[str, tuple[int, ...]]:
@@ -164,7 +168,7 @@ class _PassWeights:
     loop: int
     """At each loop: the core, and the one LoRA bank that is this loop's own."""
     between: int
-    """At each loop but the first: the concat injection."""
+    """At each loop but the first: a concat injection."""
     readout: int
     """At each state that is read out: the coda and the LM head."""
 
@@ -174,7 +178,7 @@ def _pass_weights(config: LoopedConfig) -> _PassWeights:
     return _PassWeights(
         once=count.prelude,
         loop=count.core + count.lora // config.num_loops,
-        between=count.injection if config.injection == "concat" else 0,
+        between=count.injection if config.injection.startswith("concat") else 0,
         readout=count.coda + config.vocab_size * config.hidden_size,
     )
 

@@ -10,6 +10,9 @@ With hazard lambda_r = sigmoid(gate logit of loop r), the chance to leave after 
 float64 logits: in bfloat16 a cumulative sum reaches 1 early and tokens leave that should not.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -54,6 +57,12 @@ def exit_cdf(gate_logits: Float[Tensor, "R *batch"]) -> Float[Tensor, "R *batch"
     """c_r, the probability to have left by loop r; exactly 1 at the last loop, and non-decreasing."""
     left = -torch.expm1(log_survival(gate_logits[:-1]))
     return torch.cat((left, torch.ones_like(_widen(gate_logits[:1]))))
+
+
+def exit_cdf_of_one(gate_logits: Sequence[float]) -> float:
+    """c_r of a single token, from its first r < R gate logits, in float64: a few numbers are not worth tensors."""
+    # logsigmoid(-x) = -(max(x, 0) + log(1 + exp(-|x|)))
+    return -math.expm1(-sum(max(x, 0.0) + math.log1p(math.exp(-abs(x))) for x in gate_logits))
 
 
 def exit_entropy(gate_logits: Float[Tensor, "R *batch"]) -> Float[Tensor, "*batch"]:

@@ -1,4 +1,8 @@
-"""How the input embedding e enters loops 2..R again: not at all, by a scalar gate, by addition, by concatenation."""
+"""How the input embedding e enters loops 2..R again: not at all, by a scalar gate, by addition, by concatenation.
+
+"Closing the Loop" (appendix E) tries four kinds of concatenation and does not say which; these are the natural ones,
+alike but for one thing: where the matrix starts, a norm before it, one a loop or one a layer.
+"""
 
 import torch
 from jaxtyping import Float
@@ -38,20 +42,38 @@ class AddInjection(nn.Module):
 
 
 class ConcatInjection(nn.Module):
-    """x_r = W [h; e], W starting at [I, 0], i.e. as no injection (Huginn's adapter, started neutral)."""
+    """x_r = W [h; e]: Huginn's adapter (arXiv 2502.05171).
+
+    W starts at [I, 0], i.e. as no injection; under `concat_random` like any other matrix. Under `concat_norm` an
+    RMSNorm each makes h and e of one size before.
+    """
 
     def __init__(self, config: LoopedConfig) -> None:
         super().__init__()
-        self.proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        hidden, normed = config.hidden_size, config.injection == "concat_norm"
+        self.starts_neutral = config.injection != "concat_random"
+        self.state_norm = RMSNorm(hidden, config.rms_norm_eps) if normed else nn.Identity()
+        self.embeds_norm = RMSNorm(hidden, config.rms_norm_eps) if normed else nn.Identity()
+        self.proj = nn.Linear(2 * hidden, hidden, bias=False)
 
     def forward(self, embeds: Float[Tensor, "B S D"], state: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
-        return self.proj(torch.cat((state, embeds), dim=-1))
+        return self.proj(torch.cat((self.state_norm(state), self.embeds_norm(embeds)), dim=-1))
+
+
+class LayerInjections(nn.Module):
+    """The concat injection before every layer of the core, each with a matrix of its own."""
+
+    def __init__(self, config: LoopedConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ConcatInjection(config) for _ in range(config.num_hidden_layers))
 
 
 def build_injection(config: LoopedConfig) -> nn.Module | None:
     """The module for `config.injection`, or None for "none"."""
+    if config.injection == "none":
+        return None
     if config.injection == "scalar":
         return ScalarInjection(config)
     if config.injection == "add":
         return AddInjection()
-    return ConcatInjection(config) if config.injection == "concat" else None
+    return LayerInjections(config) if config.injection == "concat_layers" else ConcatInjection(config)

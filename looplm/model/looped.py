@@ -23,7 +23,7 @@ from looplm.model.block import Block
 from looplm.model.cache import LoopIndex, SequenceCache
 from looplm.model.config import LoopedConfig
 from looplm.model.flex import document_block_mask, packs_in_blocks
-from looplm.model.injection import SCALAR_START, ConcatInjection, ScalarInjection, build_injection
+from looplm.model.injection import SCALAR_START, ConcatInjection, LayerInjections, ScalarInjection, build_injection
 from looplm.model.lora import LayerLora, LoraBank
 from looplm.model.mask import causal_mask, positions_from_documents, positions_from_mask
 from looplm.model.norm import RMSNorm
@@ -97,17 +97,22 @@ class LoopedTransformer(nn.Module):
         `loop_idx` is 0-based. As a vector it gives each row its own loop: injection, LoRA slices and the
         cache follow it row by row, the weights are read once.
         """
-        x = self._inject(state, loop_idx, embeds)
+        x = state
         for i, layer in enumerate(self.layers):
+            x = self._inject(x, i, loop_idx, embeds)
             x = layer(x, context, loop_idx, self.lora[i](loop_idx) if self.lora is not None else {})
         return self.core_exit_norm(x)
 
-    def _inject(self, state: Tensor, loop_idx: LoopIndex, embeds: Tensor) -> Tensor:
-        if self.injection is None:
-            return state
+    def _inject(self, x: Tensor, layer_idx: int, loop_idx: LoopIndex, embeds: Tensor) -> Tensor:
+        """What layer `layer_idx` of the core reads: most injections stand before the first alone."""
+        injection = self.injection
+        if isinstance(injection, LayerInjections):
+            injection = injection.layers[layer_idx]
+        elif layer_idx or injection is None:
+            return x
         if isinstance(loop_idx, int):
-            return self.injection(embeds, state) if loop_idx else state
-        return torch.where((loop_idx > 0)[:, None, None], self.injection(embeds, state), state)
+            return injection(embeds, x) if loop_idx else x
+        return torch.where((loop_idx > 0)[:, None, None], injection(embeds, x), x)
 
     def readout(self, raw: Float[Tensor, "B S D"]) -> Readout:
         """The final norm after a loop, the gate that reads it, and the state the next loop reads."""
@@ -225,8 +230,8 @@ def check_num_loops(num_loops: int) -> int:
 def initialize(module: nn.Module, std: float) -> None:
     """Starting values of one module's own parameters: matrices normal(0, std), norms 1, biases and LoRA b 0.
 
-    The concat injection starts at [I, 0] and the scalar injection's norm at `std`, the root mean square
-    of freshly drawn embeddings. Call it through `Module.apply`, which reaches children before parents.
+    A concat injection starts at [I, 0], `concat_random` apart, and the scalar injection's norm at `std`, the root mean
+    square of freshly drawn embeddings. Call it through `Module.apply`, which reaches children before parents.
     """
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=std)
@@ -240,6 +245,6 @@ def initialize(module: nn.Module, std: float) -> None:
     elif isinstance(module, ScalarInjection):
         nn.init.constant_(module.logit, SCALAR_START)
         nn.init.constant_(module.norm.weight, std)  # pyright: ignore[reportArgumentType]
-    elif isinstance(module, ConcatInjection):
+    elif isinstance(module, ConcatInjection) and module.starts_neutral:
         nn.init.zeros_(module.proj.weight)
         nn.init.eye_(module.proj.weight[:, : module.proj.out_features])

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from looplm.analysis.agreement import Agreement
 from looplm.analysis.geometry import Convergence, Geometry, Plane
 from looplm.analysis.interventions import PatchGrid
-from looplm.analysis.lens import Lens
+from looplm.analysis.lens import Lens, LevelReading
 from looplm.analysis.probes import Probes
 from looplm.analysis.scaling import LawReport
 from looplm.report.canvas import GATE, INK, MUTED, TWIN, drawn, loop_axis, loop_style
@@ -48,11 +49,8 @@ def probe_figure(found: Probes) -> str:
         for number, grid in enumerate(grids, start=1):
             values = np.array([value for row in grid.auc for value in row], dtype=float)
             canvas.axes.plot(range(1, len(values) + 1), values, label=grid.target, **loop_style(number, len(values)))
-        for boundary in range(1, len(found.grids[0].auc)):
-            canvas.axes.axvline(boundary * width + 0.5, color=MUTED, linewidth=0.8, linestyle=":")
-        canvas.axes.set_xlabel("layer of the unrolled model (dotted: a loop ends)" if width > 1 else "loop")
+        _mark_loops(canvas.axes, len(found.grids[0].auc), width)
         canvas.axes.set_ylabel("ROC AUC of a linear probe")
-        canvas.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         canvas.axes.legend(loc="best", fontsize=8)
     return canvas.svg
 
@@ -74,6 +72,34 @@ def lens_figure(found: Lens, texts: Sequence[str]) -> str:
     return canvas.svg
 
 
+def levels_figure(found: Sequence[LevelReading], name: str = "levels") -> str:
+    """Nats of the right answer along the unrolled model, one line a level. `name` keeps two on a page apart."""
+    with drawn(name) as canvas:
+        layers = max(one.layer for one in found)
+        for number, level in enumerate(dict.fromkeys(one.level for one in found), start=1):
+            mine = [one for one in found if one.level == level]
+            style = loop_style(number, len(mine))
+            label = "all prompts" if level is None else f"level {level}"
+            places = range(1, len(mine) + 1)
+            canvas.axes.plot(places, [one.nats for one in mine], label=label, **style)
+            low, high = ([one.nats + sign * one.nats_stderr for one in mine] for sign in (-1, 1))
+            canvas.axes.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        _mark_loops(canvas.axes, found[-1].loop, layers)
+        canvas.axes.set_ylabel("nats of the right answer")
+        canvas.axes.set_ylim(bottom=0)
+        canvas.axes.legend(loc="best", fontsize=8)
+    return canvas.svg
+
+
+def _mark_loops(axes: Axes, num_loops: int, layers: int) -> None:
+    """The axis of the unrolled model's layers, with a dotted line where a loop ends."""
+    if layers > 1:
+        for boundary in range(1, num_loops):
+            axes.axvline(boundary * layers + 0.5, color=MUTED, linewidth=0.8, linestyle=":")
+    axes.set_xlabel("layer of the unrolled model (dotted: a loop ends)" if layers > 1 else "loop")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def plane_figure(found: Geometry, plane: Plane) -> str:
     """The two groups in the plane of one loop; coloured by score where there are scores."""
     with drawn(f"plane {plane.loop}") as canvas:
@@ -86,14 +112,18 @@ def plane_figure(found: Geometry, plane: Plane) -> str:
             low, high = min(found.scores), max(found.scores)
             dots = canvas.axes.scatter(
                 x, y, c=[found.scores[i] for i in mine], vmin=low, vmax=high, cmap="viridis", marker=marker, s=18,
-                label=name,
+                label=name, edgecolors=MUTED, linewidths=0.5,
             )  # fmt: skip
             if group == 1:
                 canvas.figure.colorbar(dots, label="score")
         canvas.axes.set_title(f"loop {plane.loop}", fontsize=10.5)
         canvas.axes.set_xlabel(f"component 1 ({plane.explained[0]:.0%} of variance)")
         canvas.axes.set_ylabel(f"component 2 ({plane.explained[1]:.0%})")
-        canvas.axes.legend(loc="best")
+        legend = canvas.axes.legend(loc="best")
+        if found.scores is not None:
+            for handle in legend.legend_handles:
+                assert handle is not None
+                handle.set(color=INK)  # not that of the lowest score, which is lost on a dark page
     return canvas.svg
 
 
@@ -129,7 +159,7 @@ def patch_figure(found: PatchGrid) -> str:
         loop_axis(canvas.axes, "loop whose state is edited", found.num_loops)
         sourced = found.effects[0].moved is not None
         canvas.axes.set_ylabel("way to the source's answer" if sourced else "total variation of the answer")
-        canvas.axes.legend(loc="best", fontsize=8, ncols=2)
+        canvas.figure.legend(loc="outside upper center", fontsize=8, ncols=3)
     return canvas.svg
 
 

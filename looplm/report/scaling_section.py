@@ -77,7 +77,7 @@ def _law(law: LawReport) -> str:
     dropped = f" {law.dropped_curves} curves that rise with the data were left out." if law.dropped_curves else ""
     return "\n".join(
         [
-            f"<h3>{escape(law.name)}</h3>",
+            f"<h3>{escape(law.name[0].upper() + law.name[1:])}</h3>",
             f"<p><code>{escape(law.formula)}</code>: {law.num_points} losses of {law.num_curves} curves, R2 "
             f"{law.r2:.4f}, mean error {law.mean_error:.2%}.{dropped} Not identified: {escape(unidentified)}.</p>",
             figure(plots.law_figure(law), f"{law.name}: predicted against measured."),

@@ -1,10 +1,12 @@
 """The application: its routes, and how what goes wrong in them is said."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,12 +19,13 @@ from looplm.inference.engine import Engine
 from looplm.inference.exit_policy import QuantileExit
 from looplm.serving.depth import checked_loops
 from looplm.serving.errors import ApiError, Json, as_api_error
+from looplm.serving.json_body import JsonRoute
 from looplm.serving.limits import Guard, Limits
 from looplm.serving.loops import loop_views
 from looplm.serving.metrics import Metrics
 from looplm.serving.prompts import PromptReader
 from looplm.serving.schema import ChatRequest, CompletionRequest, Generation, LoopsRequest, first_problem
-from looplm.serving.streams import ClientGone
+from looplm.serving.streams import ClientGone, while_connected
 from looplm.serving.texts import Aside, Texts
 from looplm.serving.worker import Busy, EngineFailed, EngineWorker
 
@@ -41,11 +44,15 @@ def create_app(
     server = Server(engine, model_name, limits, max_waiting)
     app = FastAPI(title="looplm", docs_url=None, redoc_url=None, openapi_url=None, lifespan=server.lifespan)
     app.state.server = server
-    app.get("/")(server.page)
-    app.get("/health")(server.health)
-    app.get("/metrics")(server.show_metrics)
-    app.get("/v1/models")(server.models)
-    app.get("/v1/models/{name:path}")(server.model)
+    app.router.route_class = JsonRoute
+    for path, told in (
+        ("/", server.page),
+        ("/health", server.health),
+        ("/metrics", server.show_metrics),
+        ("/v1/models", server.models),
+        ("/v1/models/{name:path}", server.model),
+    ):
+        app.api_route(path, methods=["GET", "HEAD"])(told)
     app.post("/v1/completions")(server.completions)
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/loops")(server.loops)
@@ -79,6 +86,7 @@ class Server:
             request_seconds=limits.request_seconds,
         )
         self._lm, self._trained = engine.model, engine.model.model.config.num_loops
+        self._seconds = limits.request_seconds
         self._card = {
             "id": model_name,
             "object": "model",
@@ -138,17 +146,17 @@ class Server:
         self._check_model(body.model)
         if body.num_loops is not None:
             checked_loops(body.num_loops, self._trained)
-        token_ids = await self._aside.read(self._prompts.token_ids, body.prompt)
-        view = partial(
-            loop_views,
-            self._lm,
-            self._prompts.tokenizer,
-            token_ids,
-            start=body.start,
-            top=body.top,
-            num_loops=body.num_loops,
-        )
-        return Json(await self._aside.view(view))
+        self._prompts.check_size(body.prompt)
+
+        async def view() -> Any:
+            async with asyncio.timeout(self._seconds):
+                token_ids = await self._aside.read(self._prompts.token_ids, body.prompt)
+                options = {"start": body.start, "top": body.top, "num_loops": body.num_loops}
+                return await self._aside.view(
+                    partial(loop_views, self._lm, self._prompts.tokenizer, token_ids, **options)
+                )
+
+        return Json(await while_connected(request, view()))
 
     def _check_model(self, name: str) -> None:
         if name != self.name:

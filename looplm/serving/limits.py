@@ -35,6 +35,8 @@ class Limits:
     """Of one client address; None: as many as it likes."""
     max_requests: int = 2048
     """Requests that are open at one time, running or waiting."""
+    max_large: int = 64
+    """Bodies of `max_body` that are in memory at one time; smaller ones count by their size."""
     loopback_only: bool = True
     """Whether requests must be addressed to this machine by a loopback name: a page on another site could otherwise
     reach a server without a key through a name that it points here."""
@@ -70,6 +72,8 @@ class Guard:
         rate = limits.requests_per_minute
         self._rate = None if rate is None else RateLimit(rate)
         self._open = 0
+        self._held = 0
+        """Bytes of bodies of open requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers what is refused, and passes on the rest."""
@@ -77,6 +81,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         started, status = time.perf_counter(), 0
+        kept: list[bytes] = []
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -88,11 +93,12 @@ class Guard:
         try:
             try:
                 self._check(scope)
-                await self.app(scope, await self._body(scope, receive), noting)
+                await self.app(scope, await self._body(scope, receive, kept), noting)
             except ApiError as error:
                 await error.response()(scope, receive, noting)
         finally:
             self._open -= 1
+            self._held -= sum(map(len, kept))
             self.metrics.request(scope["path"], status, time.perf_counter() - started)
 
     def _check(self, scope: Scope) -> None:
@@ -121,10 +127,13 @@ class Guard:
                     headers={"retry-after": str(int(wait) + 1)},
                 )
 
-    async def _body(self, scope: Scope, receive: Receive) -> Receive:
-        """Reads the body whole; returns a `receive` that gives it. Raises ApiError when it is too large or slow."""
+    async def _body(self, scope: Scope, receive: Receive, kept: list[bytes]) -> Receive:
+        """Reads the body whole; returns a `receive` that gives it. Raises ApiError when it is too large or slow.
+
+        kept: what is in memory of it goes there, and counts for as long as the request is open.
+        """
         headers = {name: value for name, value in scope["headers"]}
-        body, size, limit = [], 0, self.limits.max_body
+        size, limit = 0, self.limits.max_body
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > DRAINED * limit:
             raise self._too_large()
@@ -134,11 +143,15 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return _giving(message, receive)
-                    size += len(message.get("body", b""))
+                    piece = message.get("body", b"")
+                    size += len(piece)
                     if size > DRAINED * limit:
                         raise self._too_large()
                     if size <= limit:
-                        body.append(message.get("body", b""))
+                        if self._held + len(piece) > self.limits.max_large * limit:
+                            raise ApiError(503, "Too much is being sent at one time; try again later.", headers=LATER)
+                        kept.append(piece)
+                        self._held += len(piece)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
@@ -147,13 +160,15 @@ class Guard:
             ) from None
         if size > limit:
             raise self._too_large()
-        return _giving({"type": "http.request", "body": b"".join(body), "more_body": False}, receive)
+        kept[:] = [b"".join(kept)]
+        return _giving({"type": "http.request", "body": kept[0], "more_body": False}, receive)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than the {self.limits.max_body} bytes allowed.", headers=CLOSE)
 
 
 CLOSE = {"connection": "close"}
+LATER = {**CLOSE, "retry-after": "1"}
 
 
 def _giving(message: Message, receive: Receive) -> Receive:

@@ -1,6 +1,7 @@
 """From texts and messages to token ids, with a tokenizer that only this side uses."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from looplm.errors import UserError
@@ -16,11 +17,22 @@ class PromptReader:
     def __init__(self, engine: Engine) -> None:
         self.tokenizer: Any = copy.deepcopy(engine.tokenizer)
         self._vocab_size, self._max_len = engine.model.model.config.vocab_size, engine.max_len
+        self._most_characters = self._max_len * max(map(len, self.tokenizer.get_vocab()))
 
     @property
     def can_chat(self) -> bool:
         """Whether there is a chat template."""
         return bool(self.tokenizer.chat_template)
+
+    def check_size(self, prompt: str | Sequence[int]) -> None:
+        """Raises UserError for a prompt that is too long whatever its tokens are: reading it would hold up others."""
+        most = self._most_characters if isinstance(prompt, str) else self._max_len
+        if len(prompt) > most:
+            kind = "characters" if isinstance(prompt, str) else "tokens"
+            raise UserError(
+                f"The prompt has {len(prompt)} {kind}; the {self._max_len} positions of the context cannot hold more "
+                f"than {most}. Shorten the prompt."
+            )
 
     def completion(self, body: CompletionRequest) -> list[tuple[list[int], SamplingParams]]:
         """Every prompt with how it is continued. Raises UserError for one that cannot be."""
@@ -39,6 +51,7 @@ class PromptReader:
         from jinja2 import TemplateError
 
         messages = [message.plain() for message in body.messages]
+        self.check_size("".join(message["content"] for message in messages))
         for number, message in enumerate(messages):
             check_text(f"messages.{number}.content", message["content"])
         if not self.can_chat:
@@ -66,5 +79,8 @@ class PromptReader:
         if max_tokens is None:
             max_tokens = max(1, min(default, self._max_len - len(token_ids)))
         sampling = body.sampling(max_tokens)
+        for token in sampling.stop_token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise UserError(f"stop_token_ids has {token}; token ids go from 0 to {self._vocab_size - 1}.")
         read_prompt(token_ids, sampling, self.tokenizer, self._vocab_size, self._max_len)
         return token_ids, sampling

@@ -15,6 +15,9 @@ from looplm.strict import nearest
 MOST_SAMPLES = 128
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Every token is searched for stop strings, as far back as the longest reaches."""
+MOST_FIELDS, MOST_MESSAGES = 64, 4096
+"""Of an object, and of a chat. With these, and lists that are given up at their first mistake, a body of two million
+bytes is refused in a moment and not after a list of its hundred thousand mistakes."""
 DEFAULT_TOKENS, DEFAULT_CHAT_TOKENS = 16, 1024
 """`max_tokens` when it is left out: OpenAI's 16 for texts; in a chat what the context has room for, at most this."""
 
@@ -25,6 +28,13 @@ class Body(BaseModel):
     """Types are taken as they are (no "5" for 5), unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MOST_FIELDS:
+            raise ValueError(f"{len(data)} fields are more than the {MOST_FIELDS} that an object may have")
+        return data
 
 
 class StreamOptions(Body):
@@ -42,7 +52,7 @@ class Generation(Body):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     seed: Annotated[int, Field(ge=0, lt=SEED_LIMIT)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -63,7 +73,7 @@ class Generation(Body):
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
     ignore_eos: bool = False
 
     # Known to OpenAI's clients, and without effect here.
@@ -82,9 +92,9 @@ class Generation(Body):
             raise ValueError("is not supported here; leave it at 0, or use repetition_penalty")
         return value
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _no_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+    def _no_bias(cls, value: Any) -> Any:
         if value:
             raise ValueError("is not supported here; leave it out")
         return value
@@ -134,7 +144,12 @@ class Generation(Body):
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[int], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Log-probabilities of the tokens, with so many alternatives."""
@@ -194,7 +209,7 @@ class Message(Body):
     """A turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
     refusal: None = None
 
@@ -214,7 +229,7 @@ class TextFormat(Body):
 class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -245,7 +260,7 @@ class LoopsRequest(Body):
     """`POST /v1/loops`: what every loop says of a text."""
 
     model: str
-    prompt: str | list[int]
+    prompt: str | Annotated[list[int], Field(fail_fast=True)]
     start: Annotated[int, Field(ge=0)] = 0
     """The first token to tell of; the one before it is what it is predicted from."""
     top: Annotated[int, Field(ge=1, le=20)] = 5

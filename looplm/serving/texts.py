@@ -84,7 +84,11 @@ class Texts:
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
+        started = asyncio.get_running_loop().time()
         exit, speculation = exit_of(body, self._trained), speculation_of(body)
+        self._worker.check_size(len(body.prompts) * (body.n or 1))
+        for prompt in body.prompts:
+            self._prompts.check_size(prompt)
         read = await self._aside.read(self._prompts.completion, body)
         tickets = [
             Ticket(prompt=ids, sampling=params, exit=exit, speculation=speculation, top=body.top)
@@ -92,18 +96,20 @@ class Texts:
         ]
         heads: list[Head] = []
         if body.echo:
-            echoed = [self._echo(body, ids, exit) for ids, _ in read]
-            heads = [await head for head in echoed]
+            heads = await while_connected(request, self._heads(body, tickets, started))
         if body.max_tokens == 0:
             return Json(self._echoes(body, tickets, heads))
-        return await self._answer(request, body, tickets, CompletionForm(self._prompts.tokenizer), heads)
+        form = CompletionForm(self._prompts.tokenizer)
+        return await self._answer(request, body, tickets, form, heads, started)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answers in a conversation."""
+        started = asyncio.get_running_loop().time()
         exit, speculation = exit_of(body, self._trained), speculation_of(body)
+        self._worker.check_size(body.n or 1)
         ids, params = await self._aside.read(self._prompts.chat, body)
         ticket = Ticket(prompt=ids, sampling=params, exit=exit, speculation=speculation, top=body.top)
-        return await self._answer(request, body, [ticket], ChatForm(self._prompts.tokenizer), [])
+        return await self._answer(request, body, [ticket], ChatForm(self._prompts.tokenizer), [], started)
 
     async def _answer(
         self,
@@ -112,11 +118,14 @@ class Texts:
         tickets: list[Ticket],
         form: Form,
         heads: list[Head],
+        started: float,
     ) -> Response:
-        """Runs tickets; `heads`: for each prompt, the text and tokens that its choices begin with."""
+        """Runs tickets; `heads`: for each prompt, the text and tokens that its choices begin with; `started`: when
+        the request came, on the clock of the event loop."""
         for ticket in tickets:
             ticket.streaming = bool(body.stream)
         call = Call(tickets)
+        call.started = started
         self._worker.submit(call)
         handed_over = False
         try:
@@ -223,6 +232,11 @@ class Texts:
         return ticket, event
 
     # --- Prompts that are given back ----------------------------------------------------------------------------
+
+    async def _heads(self, body: CompletionRequest, tickets: list[Ticket], started: float) -> list[Head]:
+        """What choices begin with. Raises TimeoutError when the request has had its time."""
+        async with asyncio.timeout_at(started + self._seconds):
+            return [await self._echo(body, ticket.prompt, ticket.exit) for ticket in tickets]
 
     async def _echo(self, body: CompletionRequest, ids: list[int], exit: ExitPolicy | None) -> Head:
         """The text of a prompt, and its tokens with their log-probabilities where asked for."""

@@ -147,6 +147,11 @@ class EngineWorker:
         """Whether requests can be served."""
         return self._thread.is_alive() and not self._closing
 
+    def check_size(self, wanted: int) -> None:
+        """Raises UserError for a request of more texts than can ever be here at one time."""
+        if wanted > self.capacity:
+            raise UserError(f"This asks for {wanted} texts; at most {self.capacity} may run or wait. Ask for fewer.")
+
     def submit(self, call: Call) -> None:
         """Puts prompts in line, all or none. Raises Busy when there is no room, EngineFailed when it has ended."""
         if not self.alive:
@@ -177,12 +182,17 @@ class EngineWorker:
         if call.open_samples:
             self.open_samples -= call.open_samples
             call.open_samples = 0
-            self._inbox.put(partial(self._cancel, call))
+            if self.alive:  # or it ends everything anyway, and nobody looks into the inbox
+                self._inbox.put(partial(self._cancel, call))
 
-    async def close(self) -> None:
-        """Cancels everything and ends the thread."""
+    def stop(self) -> None:
+        """Has the thread end; who still waits for a text is told so."""
         self._closing = True
         self._inbox.put(lambda: None)
+
+    async def close(self) -> None:
+        """Cancels everything and waits for the thread to end."""
+        self.stop()
         await asyncio.to_thread(self._thread.join)
 
     # --- In the engine's thread ---------------------------------------------------------------------------------
@@ -203,6 +213,7 @@ class EngineWorker:
             while not self._inbox.empty():
                 self._inbox.get()()
             self._outbox += [(ticket, EngineFailed(reason)) for ticket in {s.ticket for s in self._samples}]
+            self._samples = []
             self._send()
 
     def _take_in(self) -> None:
@@ -264,10 +275,6 @@ class EngineWorker:
         before = self.engine.stats.weight_passes
         try:
             self.engine.step()
-        except UserError as error:  # the system has not got the memory; nothing has been run
-            waiting = [sample for sample in self._samples if sample.request.slot < 0]
-            self._fail(waiting[-1:] or self._samples, EngineFailed(str(error)))
-            return
         except Exception as error:
             log.exception("A step of the engine failed; the requests in it are ended")
             self._fail(self._samples, EngineFailed(f"The engine failed: {type(error).__name__}: {error}"))

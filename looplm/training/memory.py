@@ -274,13 +274,10 @@ def _readout_bytes(config: LoopedConfig, tokens: int, narrow: int) -> int:
 def _injection_bytes(config: LoopedConfig, tokens: int, narrow: int) -> int:
     hidden = config.hidden_size
     # Beside its own input, the state that comes in is no longer the one the first layer keeps.
-    per_token = {
-        "none": 0,
-        "add": WIDE * hidden,
-        "scalar": WIDE * 2 * hidden,
-        "concat": narrow * 2 * hidden + WIDE * hidden,
-    }
-    return tokens * per_token[config.injection]
+    if config.injection.startswith("concat"):
+        matrices = config.num_hidden_layers if config.injection == "concat_layers" else 1
+        return tokens * (narrow * 2 * hidden * matrices + WIDE * hidden)
+    return tokens * {"none": 0, "add": WIDE * hidden, "scalar": WIDE * 2 * hidden}[config.injection]
 
 
 def _cast_bytes(config: LoopedConfig, stage: StageRecipe, tokens: int) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from looplm.analysis.agreement import agreement
+from looplm.analysis.agreement import agreement, agreement_by_level
 from looplm.analysis.readout import Labels, free_answers, label_logits, last_label, ranked, spelled_labels
 from looplm.errors import UserError
 
@@ -17,6 +17,15 @@ def test_counts_by_hand():
     assert found.accuracy == (0.75, 0.75, 1.0)
     assert found.chance[0][1] == pytest.approx(2.0)
     assert found.chance[0][2] == pytest.approx(4 * (0.5 * 0.25 + 0.5 * 0.75))
+
+
+def test_levels_by_hand():
+    answers = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0], [0, 1, 1, 1]])
+    easy, hard = agreement_by_level(answers, torch.tensor([0, 1, 1, 1]), [1, 2, 1, 2])
+    assert (easy.level, easy.num_prompts, easy.changed, easy.accuracy) == (1, 2, (0.0, 0.0), (1.0, 1.0, 1.0))
+    assert (hard.level, hard.num_prompts, hard.changed, hard.accuracy) == (2, 2, (1.0, 0.5), (0.5, 0.5, 1.0))
+    (only,) = agreement_by_level(answers, None, [None, 3, None, None])
+    assert (only.level, only.num_prompts, only.changed, only.accuracy) == (3, 1, (1.0, 0.0), None)
 
 
 def test_rare_free_answers_share_a_name_but_do_not_agree():

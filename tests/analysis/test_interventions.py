@@ -39,6 +39,27 @@ def test_only_the_state_that_carries_the_answer_moves_it(circuit):
         assert found[loop, position].shift == pytest.approx(0.0)
 
 
+def test_the_state_that_keeps_a_beginning_answers_as_the_spliced_prompt(circuit):
+    # The token is all that a beginning holds: after loop 1 its own position has its value, after loop 2 the last one.
+    found = grid_of(circuit)
+    assert found[1, TOKEN].spliced == found[2, LAST].spliced == 1.0
+    # The beginning up to position 2 holds the token too, but no state there is read by the rest.
+    assert found[1, 2].spliced == found[2, TOKEN].spliced == found[1, LAST].spliced == 0.0
+    # Up to position 0 there is nothing that answers could differ by.
+    assert found[1, 0].spliced is None
+    noisy = patch_grid(circuit, PAIRS, LABELS, noising(1.0), "noise", positions=(LAST,), has_source=False)
+    assert all(one.spliced is None for one in noisy.effects)
+
+
+def test_errors_over_pairs(circuit):
+    # Two of the pairs can be flipped by the answer's own position, two have the same answer on both sides.
+    pairs = [*PAIRS[:2], (PAIRS[0][0], PAIRS[0][0]), (PAIRS[0][1], PAIRS[0][1])]
+    (found,) = patch_grid(circuit, pairs, LABELS, replacing(), "replace", positions=(TOKEN,), loops=(1,)).effects
+    assert (found.flipped, found.moved) == (0.5, pytest.approx(0.5))
+    assert found.flipped_stderr == pytest.approx((1 / 3) ** 0.5 / 2)  # variance 4/4 * 1/4 * 4/3 over four pairs
+    assert found.moved_stderr == pytest.approx((1 / 3) ** 0.5 / 2)
+
+
 def test_a_blend_moves_the_answer_in_part(circuit):
     # At loop 2 the head reads the last position's state directly, and logits are linear in it.
     found = grid_of(circuit, replacing(0.25))
@@ -59,6 +80,9 @@ def test_noise_and_states_of_another_loop(circuit):
     assert earlier.effects[0].shift > 0.5
     same = patch_grid(circuit, PAIRS, LABELS, from_loop(2), "loop", positions=(-1,), loops=(2,), has_source=False)
     assert same.effects[0].shift == 0.0
+    half = patch_grid(circuit, PAIRS, LABELS, from_loop(1, 0.5), "loop", positions=(-1,), loops=(2,), has_source=False)
+    assert 0.0 < half.effects[0].shift < earlier.effects[0].shift
+    assert (half.effects[0].moved, half.effects[0].moved_stderr) == (None, None)
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_prelude_layers": 1, "num_coda_layers": 1, "injection": "add"}])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from looplm.analysis.lens import lens
+from looplm.analysis.lens import lens, readings_by_level
 from looplm.errors import UserError
 
 IDS = [3, 9, 14, 2]
@@ -38,6 +38,23 @@ def test_the_circuit_s_answer_appears_at_loop_two(circuit):
     assert [reading.top_ids[-1][0] for reading in found.readings][1:] == [2, 2]
     assert found.readings[0].top_probabilities[-1][0] == pytest.approx(1 / 6)
     assert found.settled_at(3) == 2
+
+
+def test_the_circuit_s_answers_appear_at_loop_two_by_level(circuit):
+    prompts = [[4, token, 4, 5] for token in range(4)]
+    found = readings_by_level(circuit, prompts, [0, 1, 2, 0], [1, 2, None, 2], num_loops=2)
+    assert [(one.level, one.loop, one.num_prompts) for one in found] == [
+        (None, 1, 1), (None, 2, 1), (1, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 2)
+    ]  # fmt: skip
+    unnamed, easy, hard = found[1], found[3], found[5]
+    assert (unnamed.right, easy.right, easy.right_stderr, easy.final) == (1.0, 1.0, 0.0, 1.0)
+    # Of these two it says 3 where 0 is wanted.
+    assert (hard.right, hard.right_stderr, hard.final) == (0.5, 0.5, 1.0)
+    assert hard.nats == pytest.approx(hard.nats_stderr, rel=0.01) and hard.nats > 5  # half and half: m, and 2 m / 2
+    assert found[0].nats == pytest.approx(torch.tensor(6.0).log().item())  # one loop knows nothing
+    # Nothing but the prompt is read: the same nats as the model's own at the prompt's last token.
+    model_logits = circuit.lm_head(circuit.model(torch.tensor([prompts[2]])).loop_hidden_states[1])[0, -1]
+    assert unnamed.nats == pytest.approx(-model_logits.log_softmax(-1)[2].item())
 
 
 def test_an_empty_prompt_is_refused(make_model):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from looplm.analysis.probes import Target, answer_targets, probe_auc, probe_trace
+from looplm.analysis.probes import Target, answer_targets, fold_aucs, probe_auc, probe_trace
 from looplm.analysis.trace import Trace
 from looplm.errors import UserError
 
@@ -46,13 +46,34 @@ def test_answers_of_several_classes_and_without_layers():
     trace = planted_trace((wanted == 1).double() * 2 - 1)
     without = Trace(**(vars(trace) | {"layer_states": None}))
     answers = torch.stack([torch.zeros(N, dtype=torch.long), wanted, wanted])
-    probes = probe_trace(without, answer_targets(answers))
-    constant, second, _ = probes.grids
+    probes = probe_trace(without, answer_targets(answers, right=wanted))
+    constant, second, third, right = probes.grids
+    assert [grid.target for grid in (third, right)] == ["answer of loop 3", "right answer"]
     assert probes.layers == "loop state"
     assert constant.note and constant.auc == ((None,), (None,), (None,))
     assert not second.note
     assert second.auc[1][0] > 0.7 > second.auc[0][0]
     assert second.class_shares == pytest.approx((1 / 3, 1 / 3, 1 / 3), abs=0.01)
+
+
+def test_the_last_token_alone():
+    wanted = torch.randint(2, (N,))
+    trace = planted_trace(torch.zeros(N))
+    targets = [Target("told", tuple(wanted.tolist())), Target("not", tuple(torch.randint(2, (N,)).tolist()))]
+    told, absent = probe_trace(trace, targets, tokens=[[7, 11][one] for one in wanted.tolist()]).grids
+    assert told.token_auc == 1.0
+    assert absent.token_auc == pytest.approx(0.5, abs=0.12)
+    assert probe_trace(trace, targets).grids[0].token_auc is None
+
+
+def test_the_error_over_folds():
+    wanted = torch.randint(2, (N,))
+    trace = Trace(**(vars(planted_trace(wanted.double())) | {"layer_states": None}))
+    (grid,) = probe_trace(trace, [Target("planted", tuple(wanted.tolist()))]).grids
+    folds = fold_aucs(trace.hidden[1].numpy(), wanted.numpy())
+    assert len(folds) == 5 and len(set(folds)) > 1
+    assert grid.auc[1][0] == pytest.approx(np.mean(folds))
+    assert grid.stderr[1][0] == pytest.approx(np.std(folds, ddof=1) / 5**0.5)
 
 
 def test_classes_too_rare_for_the_folds_are_left_out():

@@ -20,12 +20,12 @@ def write(path, *records):
 def test_prompts_of_every_kind(tmp_path):
     file = write(
         tmp_path / "a.jsonl",
-        {"prompt": "ab", "answer": "yes", "score": 3},
+        {"prompt": "ab", "answer": "yes", "score": 3, "level": 2},
         {"input_ids": [1, 2], "answer": 7},
         {"input_ids": [1, 2, 9, 4], "labels": [-100, 2, 9, -100]},
     )
     assert read_prompts(file, encode) == [
-        AskedPrompt((97, 98), "yes", 3),
+        AskedPrompt((97, 98), "yes", 3, 2),
         AskedPrompt((1, 2), 7),
         AskedPrompt((1, 2), 9),
     ]
@@ -42,6 +42,7 @@ def test_prompts_of_every_kind(tmp_path):
         ({"text": "x"}, "line 1.*prompt"),
         ({"prompt": "x", "score": "high"}, "score is 'high'"),
         ({"prompt": "x", "answer": [1]}, "answer is"),
+        ({"prompt": "x", "level": 1.5}, "level is 1.5"),
         ({"input_ids": ["a"]}, "list of whole numbers"),
         ({"input_ids": []}, "empty"),
         ({"input_ids": [1, 2], "labels": [-100, -100]}, "mark an answer"),

@@ -35,6 +35,31 @@ def test_total_loss_and_unrolled_parameters():
         _ = RunPoint("x", 5, 5, 2, (2.0, 1.0)).total_loss
 
 
+STUDY = (
+    "cell,kind,layers,num_parameters,core_parameters,num_tokens,num_loops,loop,loss,exit_pdf\n"
+    "2x2-seed0,looped,2,100,40,1000,2,1,3.0,0.25\n2x2-seed0,looped,2,100,40,1000,2,2,2.5,0.75\n"
+    "2x2-seed0,looped,2,100,40,2000,2,1,2.9,0.5\n2x2-seed0,looped,2,100,40,2000,2,2,2.4,0.5\n"
+    "4x1-seed0,standard,4,180,160,1000,1,1,2.6,1.0\n"
+)
+"""As `looplm lab study` writes it (looplm.lab.study_results)."""
+
+
+def test_a_study_of_the_lab_is_read(tmp_path):
+    file = tmp_path / "runs.csv"
+    file.write_text(STUDY, encoding="utf-8")
+    assert read_runs(file) == [
+        RunPoint("2x2-seed0", 100, 1000, 2, (3.0, 2.5), (0.25, 0.75), 40),
+        RunPoint("2x2-seed0", 100, 2000, 2, (2.9, 2.4), (0.5, 0.5), 40),
+        RunPoint("4x1-seed0", 180, 1000, 1, (2.6,), (1.0,), 160),
+    ]
+    file.write_text(STUDY.replace("2000,2,2,2.4", "2000,3,2,2.4"), encoding="utf-8")
+    with pytest.raises(UserError, match="line 5.*another size or depth"):
+        read_runs(file)
+    file.write_text(STUDY.replace("2000,2,1,", "2000,2,3,"), encoding="utf-8")
+    with pytest.raises(UserError, match="line 4.*loss_1 to loss_2"):
+        read_runs(file)
+
+
 HEADER = "run,num_parameters,num_tokens,num_loops,loss_1,loss_2,exit_pdf_1,exit_pdf_2\n"
 
 

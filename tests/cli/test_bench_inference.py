@@ -8,6 +8,11 @@ import typer
 
 from looplm.cli import bench_cache, bench_inference
 from looplm.cli import main as cli
+from looplm.hf.modeling import LoopLMForCausalLM
+from looplm.hf.save import save_checkpoint
+from looplm.lab.fold import FoldTask
+from looplm.lab.fold_recipe import fold_config
+from looplm.lab.task import task_tokenizer
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ def run(monkeypatch, capsys):
     [
         (bench_inference.decode, ["batch 1, bf16", "tokens/s, transformers"]),
         (bench_inference.early_exit, ["lock-step", "fill", "x fewer passes", "of what is promised"]),
-        (bench_inference.batch, ["context 8, batch 1", "context 16, batch 2", "ms a step"]),
+        (bench_inference.batch, ["context 8, batch 1", "context 16, batch 2", "ms a token", "expected"]),
         (bench_inference.memory, ["per_loop", "last", "of per_loop"]),
     ],
 )
@@ -47,10 +52,23 @@ def test_a_smoke_run_prints_and_writes_its_figures(command, said, run, tmp_path)
 
 def test_drafts_are_measured_on_the_shipped_checkpoint(run):
     status, out, err = run(
-        bench_inference.speculative, "--max-tokens", 10, "--repeats", 1, "--draft-tokens", "2,0", "--dtype", "fp32"
+        bench_inference.speculative, "--max-tokens", 10, "--repeats", 1, "--draft-tokens", "2,0", "--texts", 2
     )
     assert (status, err) == (0, "")
-    assert "draft loop 1, 2 tokens" in out and "adaptive" in out and "accepted; the same tokens" in out
+    assert "draft loop 1, 2 tokens" in out and "adaptive" in out and "accepted; 2 of 2 texts have the same" in out
+
+
+def test_exits_are_measured_on_questions_of_a_task(run, tmp_path):
+    """Prompts are the beginnings of fold's questions; depths those of the gate."""
+    task = FoldTask()
+    model = LoopLMForCausalLM(fold_config(task))
+    save_checkpoint(model, tmp_path / "fold", task_tokenizer(task))
+    options = ["--checkpoint", tmp_path / "fold", "--prompt-tokens", 2, "--max-tokens", 4, "--repeats", 1]
+    asked = ["--generator", "looplm.lab.fold:documents", "--arguments", '{"max_k": 4, "seed": 1}']
+    status, out, err = run(bench_inference.early_exit, *options, *asked, "--batch-sizes", "1,8", "--quality", "")
+    assert (status, err) == (0, "")
+    for text in ("batch 1, lock-step", "batch 8, per_loop", "batch 8, fill", "batch 8, last", "mean depth"):
+        assert text in out
 
 
 @pytest.mark.parametrize(
@@ -61,6 +79,7 @@ def test_drafts_are_measured_on_the_shipped_checkpoint(run):
         (bench_inference.batch, ["--contexts", ""], "--contexts is ''"),
         (bench_inference.memory, ["--dtype", "int8"], "--dtype is 'int8'"),
         (bench_inference.speculative, ["--max-tokens", "100000"], "more than the context"),
+        (bench_inference.early_exit, ["--generator", "looplm.lab.fold:documents"], "give a --checkpoint with it"),
     ],
 )
 def test_bad_options_are_a_message_and_status_2(command, options, message, run):

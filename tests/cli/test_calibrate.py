@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 import looplm
-from looplm.cli.calibrate import calibrate, parse_share, save_threshold
+from looplm.cli.calibrate import calibrate, parse_share, save_exit
+from looplm.cli.main import app as main
 from looplm.errors import UserError
 from looplm.quickstart.shipped import shipped_directory
 
@@ -55,9 +56,34 @@ def test_a_price_and_the_words_for_it(checkpoint, text):
     result = run(checkpoint, "--data", text, "--max-loss-increase", "5%", "--dry-run")
     assert "Not saved (--dry-run)" in result.output
     assert "with all loops" in result.output
-    result = run(checkpoint, "--data", text, "--target-loops", 3, "--exit", "hidden-diff")
-    assert "Use --exit hidden-diff:" in result.output
-    assert looplm.load(checkpoint).config.exit_threshold == looplm.load(shipped_directory()).config.exit_threshold
+
+
+def test_an_epsilon_is_saved_and_generation_leaves_by_it(checkpoint, text):
+    result = run(checkpoint, "--data", text, "--target-loops", 3, "--exit", "hidden-diff", "--json")
+    found = json.loads(result.output)
+    assert found["mean_loops"] == pytest.approx(3, abs=0.1)
+    assert found["saved"]
+    model = looplm.load(checkpoint)
+    assert (model.config.exit_epsilon, model.config.exit_threshold) == (found["epsilon"], 1.0)
+    engine = looplm.Engine(model)
+    assert engine.default_exit == looplm.HiddenDiffExit(found["epsilon"])
+    prompts = [list(range(5, 25))]
+    (by_default,) = engine.generate(prompts)
+    (asked,) = engine.generate(prompts, exit=looplm.HiddenDiffExit(found["epsilon"]))
+    assert (by_default.token_ids, by_default.loops) == (asked.token_ids, asked.loops)
+    assert min(by_default.loops) < 4
+    told = CliRunner().invoke(main, ["generate", str(checkpoint), "--prompt", "import ", "--max-tokens", "2"])
+    assert f"hidden-diff:{found['epsilon']:g}, saved as the default" in told.stderr
+    told = CliRunner().invoke(
+        main, ["generate", str(checkpoint), "--prompt", "x", "--max-tokens", "1", "--num-loops", "1"]
+    )
+    assert "hidden-diff" not in told.stderr
+    # A threshold chosen later takes its place, and the other way round.
+    run(checkpoint, "--data", text, "--target-loops", 2.5)
+    assert looplm.load(checkpoint).config.exit_epsilon is None
+    assert 0 < looplm.load(checkpoint).config.exit_threshold < 1
+    result = run(checkpoint, "--data", text, "--max-loss-increase", "5%", "--exit", "hidden-diff")
+    assert "Saved in" in result.output and "Epsilon" in result.output
 
 
 def test_what_cannot_be_reached_changes_nothing(checkpoint, text):
@@ -83,7 +109,7 @@ def test_an_interrupted_save_leaves_the_config_whole(checkpoint, monkeypatch):
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(UserError, match="No space left"):
-        save_threshold(checkpoint / "config.json", 0.5)
+        save_exit(checkpoint / "config.json", "gate", 0.5)
     assert (checkpoint / "config.json").read_bytes() == before
     assert not list(checkpoint.glob(".config*"))
 
@@ -91,7 +117,7 @@ def test_an_interrupted_save_leaves_the_config_whole(checkpoint, monkeypatch):
 def test_an_ouro_directory_keeps_its_own_name_for_it(tmp_path):
     golden = Path(__file__).resolve().parents[1] / "golden" / "gqa"
     shutil.copytree(golden, tmp_path / "ouro")
-    save_threshold(tmp_path / "ouro" / "config.json", 0.625)
+    save_exit(tmp_path / "ouro" / "config.json", "gate", 0.625)
     assert looplm.load(tmp_path / "ouro").config.exit_threshold == 0.625
     assert "exit_threshold" not in json.loads((tmp_path / "ouro" / "config.json").read_text(encoding="utf-8"))
 

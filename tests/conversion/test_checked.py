@@ -257,6 +257,7 @@ def test_export_carries_the_settings(make_looped, tmp_path):
     ("fields", "named"),
     [
         ({"injection": "scalar"}, "injection scalar"),
+        ({"injection": "concat_layers"}, "injection concat_layers"),
         ({"lora_rank": 2}, "LoRA banks of rank 2"),
         ({"num_prelude_layers": 1, "num_coda_layers": 2}, "a prelude of 1 layers, a coda of 2 layers"),
         ({"norm_placement": "pre", "final_norm": "frms"}, "norm_placement pre, final_norm frms"),

@@ -49,7 +49,7 @@ def test_from_a_directory_in_its_own_dtype(save_dense, make_dense, name, tmp_pat
     assert dense_to_looped(directory, dtype="bf16").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("injection", ["none", "scalar", "add", "concat"])
+@pytest.mark.parametrize("injection", ["none", "scalar", "add", "concat", "concat_layers"])
 @pytest.mark.parametrize(("core", "counts"), [(None, (0, 6, 0)), ((2, 4), (2, 2, 2)), ((2, 6), (2, 4, 0))], ids=str)
 @torch.no_grad()
 def test_injection_and_split_leave_the_first_loop_alone(make_dense, injection, core, counts):
@@ -93,9 +93,10 @@ def test_later_loops_are_what_the_options_say(make_dense, core):
 @torch.no_grad()
 def test_concat_starts_as_no_injection(make_dense):
     dense = make_dense("llama")
-    none, concat, add = (dense_to_looped(dense, injection=kind)(IDS).logits for kind in ("none", "concat", "add"))
-    assert torch.equal(concat, none)
-    assert not torch.allclose(add, none)
+    kinds = ("none", "concat", "add", "concat_layers", "concat_random")
+    none, concat, add, layers, random = (dense_to_looped(dense, injection=kind)(IDS).logits for kind in kinds)
+    assert torch.equal(concat, none) and torch.equal(layers, none)
+    assert not torch.allclose(add, none) and not torch.allclose(random, none)
 
 
 @torch.no_grad()

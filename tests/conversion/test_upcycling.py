@@ -49,6 +49,15 @@ def test_every_layer_and_bank_is_a_copy(make_looped, order):
     assert grown(IDS).logits.isfinite().all()
 
 
+@torch.no_grad()
+def test_the_injection_of_a_layer_goes_with_it(make_looped):
+    model = make_looped(injection="concat_layers")
+    grown = upcycle(model, 4, "interleaved")
+    for new, old in enumerate((0, 0, 1, 1)):
+        expected = model.model.injection.layers[old].proj.weight
+        assert torch.equal(grown.model.injection.layers[new].proj.weight, expected)
+
+
 def test_the_original_is_left_alone_and_shares_nothing(make_looped):
     model = make_looped()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}

@@ -1,26 +1,34 @@
 """lm-eval's adapter against direct computation, the oracle and the engine."""
 
-import json
-
 import pytest
 import torch
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval`")
 
 from lm_eval.api.instance import Instance
-from lm_eval.tasks import TaskManager
 
 from looplm.errors import UserError
-from looplm.evaluation import task_sweep
-from looplm.evaluation.lm_eval_adapter import Batching, LoopLMAdapter, Setting, sampling_of
-from looplm.evaluation.task_sweep import TaskPlan, sweep
+from looplm.evaluation.lm_eval_adapter import Batching, LoopLMAdapter, Work, sampling_of
+from looplm.evaluation.setting import Setting
 from looplm.hf.load import load, load_tokenizer
-from looplm.inference import Engine, FixedDepth, HiddenDiffExit, QuantileExit, SamplingParams
+from looplm.hf.save import save_checkpoint
+from looplm.inference import (
+    ConfidenceExit,
+    Deadline,
+    Engine,
+    FixedDepth,
+    HiddenDiffExit,
+    QuantileExit,
+    SamplingParams,
+)
+from looplm.inference.exit_policy import exit_loops
 from looplm.inference.reference import prompt_logprobs
+from looplm.model.flops import inference_flops
 from looplm.quickstart.shipped import shipped_directory
 
 TEXTS = [("def add(a, b):\n    return", " a + b\n"), ("", "import os"), ("class A:\n", "    pass\n"), ("x = ", "1")]
 SETTINGS = [FixedDepth(1), FixedDepth(2), FixedDepth(6), QuantileExit(0.3), QuantileExit(0.7), QuantileExit(1.0)]
+STATES = [HiddenDiffExit(6.0), HiddenDiffExit(12.0)]
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +45,12 @@ def asked(kind, *arguments):
     return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
 
 
-@pytest.mark.parametrize("exit", SETTINGS, ids=str)
+@pytest.mark.parametrize("exit", [*SETTINGS, *STATES], ids=str)
 def test_log_likelihoods_are_those_of_the_oracle(adapter, model, exit):
     adapter.setting = Setting(exit)
     found = adapter.loglikelihood(asked("loglikelihood", *TEXTS), disable_tqdm=True)
     for (context, continuation), (likelihood, greedy) in zip(TEXTS, found, strict=True):
-        if context:
-            start, rest = adapter._encode_pair(context, continuation)
-        else:
-            start, rest = [adapter.prefix_token_id], adapter.tok_encode(continuation)
+        start, rest = adapter.pair(context, continuation)
         each = prompt_logprobs(model, [*start, *rest], exit)[-len(rest) :]
         assert likelihood == pytest.approx(sum(each), abs=1e-5)
         written = next(
@@ -66,7 +71,7 @@ def test_all_depths_take_one_forward(adapter, model, monkeypatch):
     assert len(calls) == 1
     assert scores[0] != scores[1] != scores[2]
     assert scores[5] == [pytest.approx(one) for one in _at(adapter, FixedDepth(model.config.num_loops))]
-    assert adapter.depths.mean is not None
+    assert adapter.work.mean_loops is not None
 
 
 def _at(adapter, exit):
@@ -111,60 +116,75 @@ def test_impossible_settings_are_refused(adapter, model):
         LoopLMAdapter(model, adapter.tokenizer, num_loops=1, exit_threshold=0.5)
     with pytest.raises(UserError, match="no argument trust_remote_code"):
         LoopLMAdapter(model, adapter.tokenizer, trust_remote_code=True)
-    adapter.setting = Setting(HiddenDiffExit(0.1))
+    adapter.setting = Setting(Deadline(3.0))
     with pytest.raises(UserError, match="not available for log-likelihoods"):
         adapter.loglikelihood(asked("loglikelihood", *TEXTS), disable_tqdm=True)
+    adapter.setting = Setting(QuantileExit(0.5), stage_one=True)
+    with pytest.raises(UserError, match="--stage-one CHECKPOINT"):
+        adapter.loglikelihood(asked("loglikelihood", *TEXTS), disable_tqdm=True)
+    adapter.setting = Setting(FixedDepth(1))
+    with pytest.raises(UserError, match="nothing would be left for the question"):
+        adapter.generate_until(asked("generate_until", ("x", {"max_gen_toks": 4096})))
 
 
-CHOICES = [" return a", " import os", " pass", " self.x = x"]
+def test_rules_that_look_at_logits_decide_on_every_token(adapter, model):
+    exit = ConfidenceExit(kl=0.5)
+    adapter.setting = Setting(exit)
+    (found,) = adapter.loglikelihood(asked("loglikelihood", TEXTS[0]), disable_tqdm=True)
+    start, rest = adapter.pair(*TEXTS[0])
+    output = model.model(torch.tensor([[*start, *rest]]))
+    logits = model.lm_head(torch.stack(output.loop_hidden_states))[:, 0, len(start) - 1 : -1]  # (R, n, V)
+    loops = exit_loops(exit, output.gate_logits[:, 0, len(start) - 1 : -1], 4, logits=logits)
+    log_p = logits.log_softmax(-1)
+    assert found[0] == pytest.approx(sum(log_p[r - 1, i, rest[i]].item() for i, r in enumerate(loops.tolist())))
+    assert 1 < adapter.work.mean_loops < 4
+    assert adapter.work.loops == loops.sum()
 
 
-@pytest.fixture
-def four_questions(tmp_path):
-    """A folder with a YAML task of four questions, the first choice right, the second, and so on."""
-    lines = [json.dumps({"q": f"def f{i}(x):\n   ", "choices": CHOICES, "right": i}) for i in range(4)]
-    (tmp_path / "four.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (tmp_path / "four.yaml").write_text(
-        "task: four\ndataset_path: json\ndataset_kwargs:\n  data_files:\n"
-        f"    test: {tmp_path / 'four.jsonl'}\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_target: right\n"
-        "doc_to_choice: choices\ntarget_delimiter: ''\nmetric_list:\n  - metric: acc\n    aggregation: mean\n"
-        "    higher_is_better: true\nmetadata:\n  version: 1\n",
-        encoding="utf-8",
+def test_the_gate_of_another_checkpoint(adapter, model, tmp_path):
+    other = load(shipped_directory(), dtype="float64")
+    with torch.no_grad():
+        other.model.early_exit_gate.bias += 3
+    save_checkpoint(other, tmp_path / "stage_one", load_tokenizer(shipped_directory()))
+    adapter.add_stage_one(str(tmp_path / "stage_one"))
+    exit = QuantileExit(0.7)
+    found = {}
+    for stage_one, lm in ((False, model), (True, other)):
+        adapter.setting = Setting(exit, stage_one=stage_one)
+        found[stage_one] = adapter.loglikelihood(asked("loglikelihood", TEXTS[0]), disable_tqdm=True)[0][0]
+        start, rest = adapter.pair(*TEXTS[0])
+        assert found[stage_one] == pytest.approx(sum(prompt_logprobs(lm, [*start, *rest], exit)[-len(rest) :]))
+        text = adapter.generate_until(asked("generate_until", ("def f(", {"max_gen_toks": 8})))
+        (expected,) = Engine(lm, adapter.tokenizer).generate(["def f("], SamplingParams(max_tokens=8), exit)
+        assert (text, adapter.written[0].loops) == ([expected.text], expected.loops)
+    assert found[False] != found[True]
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    save_checkpoint(other, tmp_path / "another", load_tokenizer(shipped_directory()))
+    with pytest.raises(UserError, match="is another language model"):
+        adapter.add_stage_one(str(tmp_path / "another"))
+
+
+def test_work_is_counted_as_it_is_done(adapter, model):
+    config = model.model.config
+    adapter.setting = Setting(FixedDepth(2))
+    adapter.loglikelihood(asked("loglikelihood", TEXTS[0]), disable_tqdm=True)
+    start, rest = adapter.pair(*TEXTS[0])
+    positions = len(start) + len(rest) - 1
+    assert adapter.work.prompt_flops == pytest.approx(
+        positions * inference_flops(config, 2, 0)
+        + len(rest) * (inference_flops(config, 1) - inference_flops(config, 1, 0))
     )
-    return tmp_path
-
-
-def test_a_task_of_four_questions_scores_as_by_hand_and_resumes(adapter, model, four_questions, tmp_path, monkeypatch):
-    plan = TaskPlan(checkpoint="x", tasks=("four",), include_path=str(four_questions))
-    settings = [Setting(FixedDepth(depth)) for depth in (1, 2, 3, 4)]
-    adapter.batching = Batching(4, 4)
-    found = sweep(adapter, plan, settings, tmp_path / "out", say=lambda line: None)
-    for depth, one in enumerate(found, start=1):
-        right = 0
-        for i in range(4):
-            start = adapter.tok_encode(f"def f{i}(x):\n   ")
-            sums = []
-            for choice in CHOICES:
-                context, rest = adapter._encode_pair(f"def f{i}(x):\n   ", choice)
-                logits = model.model(torch.tensor([[*context, *rest]]), num_loops=depth).loop_hidden_states[-1]
-                log_p = model.lm_head(logits)[0].log_softmax(-1)
-                sums.append(sum(log_p[len(context) - 1 + j, token].item() for j, token in enumerate(rest)))
-            right += max(range(4), key=sums.__getitem__) == i
-            assert start
-        assert [(score.task, score.metric, score.value) for score in one.scores] == [("four", "acc", right / 4)]
-        assert one.num_samples == 4
-        assert one.mean_loops == depth
-    adapter.looped = None
-    again = sweep(adapter, plan, settings, tmp_path / "out", say=lambda line: None)
-    assert again == found
-    with pytest.raises(UserError, match="limit differ"):
-        sweep(adapter, TaskPlan(checkpoint="x", tasks=("four",), include_path=str(four_questions), limit=1), settings,
-              tmp_path / "out")  # fmt: skip
-    with pytest.raises(UserError, match="no task nowhere"):
-        monkeypatch.setattr(
-            task_sweep,
-            "TaskManager",
-            lambda **_: TaskManager(include_path=str(four_questions), include_defaults=False),
-        )
-        sweep(adapter, TaskPlan(checkpoint="x", tasks=("nowhere",)), settings, tmp_path / "out")
+    adapter.work = Work()
+    adapter.generate_until(asked("generate_until", ("import os\n", {"max_gen_toks": 5})))
+    (result,) = adapter.written
+    assert adapter.work.decode_flops == pytest.approx((len(result.token_ids) - 1) * inference_flops(config, 2))
+    assert adapter.work.prompt_flops == pytest.approx(
+        len(result.prompt_token_ids) * inference_flops(config, 2, 1 / len(result.prompt_token_ids))
+    )
+    adapter.work = Work()
+    adapter.setting = Setting(FixedDepth(2), max_gen_toks=3)
+    adapter.generate_until(asked("generate_until", ("import os\n" * 1500, {"max_gen_toks": 500})))
+    assert len(adapter.written[0].token_ids) <= 3
+    assert len(adapter.written[0].prompt_token_ids) == adapter.max_length - 3
+    assert adapter.work.cut_prompts == 1

@@ -163,7 +163,8 @@ def test_end_tokens_come_from_wherever_a_checkpoint_names_them(where, text_engin
     plain = text_engine[1]
     end = plain.token_ids[4]
     lm = text_engine[0].model
-    lm.config = SimpleNamespace(eos_token_id=end if where == "config" else None, exit_threshold=None)
+    given = end if where == "config" else None
+    lm.config = SimpleNamespace(eos_token_id=given, exit_threshold=None, exit_epsilon=None)
     lm.generation_config = SimpleNamespace(eos_token_id=[end, 3] if where == "generation_config" else None)
     tokenizer = SimpleNamespace(
         eos_token_id=end if where == "tokenizer" else None,
@@ -185,7 +186,7 @@ def test_end_tokens_come_from_wherever_a_checkpoint_names_them(where, text_engin
 def test_without_a_policy_the_checkpoint_decides(saved, expected, make_lm):
     lm = make_lm()
     assert Engine(lm).default_exit == FixedDepth(4)
-    lm.config = SimpleNamespace(eos_token_id=None, exit_threshold=saved)
+    lm.config = SimpleNamespace(eos_token_id=None, exit_threshold=saved, exit_epsilon=None)
     lm.generation_config = SimpleNamespace(eos_token_id=None)
     assert Engine(lm).default_exit == expected
     (result,) = Engine(lm).generate([[1, 2]], TWELVE)

@@ -15,7 +15,9 @@ from looplm.inference.exit_policy import FixedDepth, QuantileExit
 from looplm.inference.layout import Segment, lay_out
 from looplm.inference.memory import Memory
 from looplm.inference.native_block import FEW, NativeBlock
+from looplm.inference.native_pass import NativeTransformer
 from looplm.inference.packed import PackedModel, kernels_for, packed_model
+from looplm.inference.passes import core_pass
 from looplm.inference.request import Request
 from looplm.inference.sampling import SamplingParams
 
@@ -121,6 +123,99 @@ def test_threads_share_the_work(threads, make_lm):
             torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
     finally:
         torch.set_num_threads(before)
+
+
+WHOLE = [
+    {},
+    {"injection": "scalar"},
+    {"injection": "concat", "loop_state": "raw"},
+    {"norm_placement": "magic", "final_norm": "frms"},
+    {"num_prelude_layers": 1, "injection": "add"},
+    {"num_coda_layers": 1, "coda_input": "raw"},
+    {"final_norm": "none"},
+    {"injection": "concat_layers"},  # not in one call: it stands between the layers
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("strategy", ["per_loop", "last"])
+@pytest.mark.parametrize("shape", WHOLE, ids=lambda shape: "-".join(map(str, shape.values())) or "plain")
+def test_a_whole_pass_in_one_call_is_that_of_pytorch(shape, strategy, make_lm, monkeypatch):
+    """New positions, and such that go on at other loops; everything that a pass leaves behind."""
+    lm = make_lm("gqa", **shape)
+    calls = []
+    run = NativeTransformer.run
+    monkeypatch.setattr(NativeTransformer, "run", lambda *given: calls.append(1) or run(*given))
+    segments, tokens = [Segment(2, 1, 20, 24), Segment(0, 0, 38, 40), Segment(2, 3, 3, 4)], [[], [7, 2], []]
+    results = []
+    for model in (PackedModel(lm, pack=False, kernels=kernels_for(lm.model)).model, lm.model):
+        memory = filled_memory(lm.model, strategy)
+        generator = torch.Generator().manual_seed(5)
+        for kept in (memory.states, memory.hidden, memory.embeds):
+            if kept is not None:
+                kept.copy_(torch.randn(kept.shape, generator=generator, dtype=torch.float64))
+        with torch.inference_mode():
+            work = core_pass(model, memory, segments, tokens, changes=False)
+        assert work == (1, 7, 0)
+        # PyTorch lays out a rectangle, whose padding writes to the place that nobody reads.
+        trash = memory.cache.trash_place
+        for stored in (memory.states, memory.hidden, *memory.cache.keys, *memory.cache.values):
+            stored[trash :: memory.cache.stride] = 0
+        memory.gate_logits[:, trash] = 0
+        left = [memory.states, memory.hidden, memory.gate_logits, *memory.cache.keys, *memory.cache.values]
+        results.append(left if memory.embeds is None else [*left, memory.embeds[:trash]])
+    assert calls == ([] if lm.model.config.injection == "concat_layers" else [1])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_first_of_the_largest(dtype):
+    kernels = native.Kernels(dtype)
+    logits = torch.randn(5, 77).to(dtype)
+    logits[0, [8, 70]] = logits[0].max() + 1  # equal: the first
+    logits[1, 76], logits[2, 3], logits[3, 76] = float("nan"), float("inf"), -float("inf")
+    logits[4] = torch.finfo(dtype).min
+    assert kernels.best(logits) == [8, -1, -1, -1, 0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_head_of_a_few_rows(bias):
+    kernels, head = native.Kernels(torch.float64), torch.nn.Linear(19, 30, bias, dtype=torch.float64)
+    for rows in (1, 3, 4, 9):
+        x = torch.randn(rows, 19, dtype=torch.float64)
+        torch.testing.assert_close(kernels.linear(x, head.weight, head.bias), head(x), atol=1e-13, rtol=1e-13)
+
+
+@needs_kernels
+def test_a_row_gets_the_same_bits_beside_others(make_lm):
+    """In bfloat16 too, where a few rows are concerned: drafts that are tested together stand as they would alone."""
+    lm = make_lm("gqa", hidden_size=64, vocab_size=301).bfloat16()
+    head = PackedModel(lm, pack=False, kernels=kernels_for(lm.model)).lm_head
+    x = torch.randn(16, 64).bfloat16()
+    together = head(x)
+    for row in range(16):
+        assert torch.equal(head(x[row : row + 1])[0], together[row])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_position_gets_the_same_bits_in_a_pass_of_its_own(dtype, make_lm):
+    lm = make_lm("gqa", hidden_size=64, intermediate_size=96, head_dim=16).to(dtype)
+    model = PackedModel(lm, pack=False, kernels=kernels_for(lm.model)).model
+    together = [Segment(2, 1, 20, 27), Segment(0, 3, 5, 6), Segment(2, 0, 30, 33)]
+    alone = [Segment(s.slot, s.loop_idx, p, p + 1) for s in together for p in range(s.start, s.stop)]
+    states = []
+    for passes in ([together], [[segment] for segment in alone]):
+        memory = filled_memory(lm.model)
+        memory.states.copy_(torch.randn(memory.states.shape, generator=torch.Generator().manual_seed(5)))
+        with torch.inference_mode():
+            for segments in passes:
+                core_pass(model, memory, segments, [[]] * len(segments), changes=False)
+        states.append(memory.states)
+    assert torch.equal(*states)
 
 
 @needs_kernels

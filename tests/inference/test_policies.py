@@ -137,6 +137,6 @@ def test_what_is_missing_is_said():
 
 def test_fixed_depth_reads_nothing_from_the_device(make_lm, monkeypatch):
     """No policy of the batch needs the gate, so its cdf is not computed."""
-    monkeypatch.setattr("looplm.inference.decide.exit_cdf", None)
+    monkeypatch.setattr("looplm.inference.decide.exit_cdf_of_one", None)
     (result,) = Engine(make_lm()).generate([[1, 2]], GREEDY, FixedDepth(2))
     assert result.loops == [2] * 8

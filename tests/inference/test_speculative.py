@@ -37,17 +37,18 @@ def test_drafts_from_a_part_of_the_vocabulary_change_no_text(draft_vocab, make_l
     engine = Engine(lm, max_batch=4)
     speculation = Speculation(1, 3, draft_vocab)
     seen = []
-    judged = speculative.judge
+    outcome = choice.outcome
 
-    def judge_and_tell(token, *rest):
-        seen.append(token)
-        return judged(token, *rest)
+    def tell(request, flight):
+        if flight.token is not None and not flight.final and not flight.forced:
+            seen.append(flight.token)
+        return outcome(request, flight)
 
-    choice.judge = judge_and_tell
+    choice.outcome = tell
     try:
         results = list(engine.generate(prompts, GREEDY, exits, speculation=speculation))
     finally:
-        choice.judge = judged
+        choice.outcome = outcome
     for prompt, exit, result in zip(prompts, exits, results, strict=True):
         expected = reference.generate(lm, prompt, GREEDY, exit)
         assert (result.token_ids, result.loops) == (expected.token_ids, expected.loops)

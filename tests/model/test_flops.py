@@ -237,8 +237,9 @@ def uncounted_by_torch(config: LoopedConfig, num_loops: int) -> int:
         {**ALL_BIASES, "qk_norm": True, "norm_placement": "pre"},
         {"injection": "scalar", "lora_rank": 2, "num_loops": 5},
         {"injection": "concat", "num_prelude_layers": 1, "num_coda_layers": 2, "num_key_value_heads": 4},
+        {"injection": "concat_layers"},
     ],
-    ids=["ouro", "magic", "qwen", "lora", "prelude-coda-concat"],
+    ids=["ouro", "magic", "qwen", "lora", "prelude-coda-concat", "concat-layers"],
 )
 def test_inference_flops_are_those_torch_counts(wiring: dict[str, Any], num_loops: int) -> None:
     config, batch, seq_len = replace(TINY, **wiring), 2, 5

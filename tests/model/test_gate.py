@@ -95,6 +95,17 @@ def test_exit_cdf_accumulates_the_pdf(logits: Tensor):
     torch.testing.assert_close(gate.exit_cdf(logits), gate.exit_pdf(logits).cumsum(0), rtol=0, atol=1e-14)
 
 
+def test_the_cdf_of_one_token_is_that_of_tensors():
+    extreme = torch.tensor([[800.0], [-800.0], [0], [0], [0]], dtype=torch.float64)
+    logits = torch.cat((20 * torch.randn(5, 300, dtype=torch.float64), extreme), 1)
+    cdf = gate.exit_cdf(logits)
+    for column, truth in zip(logits.T.tolist(), cdf.T.tolist(), strict=True):
+        for loop in range(1, 5):
+            assert gate.exit_cdf_of_one(column[:loop]) == pytest.approx(truth[loop - 1], rel=1e-14, abs=0)
+    assert math.isnan(gate.exit_cdf_of_one([1.0, math.nan]))
+    assert gate.exit_cdf_of_one([0.0]) == 0.5
+
+
 @pytest.mark.parametrize("scale", [0.1, 5.0, 50.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_exit_cdf_never_falls_and_ends_at_exactly_one(dtype: torch.dtype, scale: float):

@@ -44,7 +44,7 @@ def built_on_meta(injection: str) -> LoopedTransformer:
 
 
 @pytest.mark.parametrize("build", [built, built_on_meta])
-@pytest.mark.parametrize("injection", ["none", "scalar", "concat"])
+@pytest.mark.parametrize("injection", ["none", "scalar", "concat", "concat_random", "concat_norm", "concat_layers"])
 def test_starting_values(build: Any, injection: str):
     model = build(injection)
     for name, p in model.named_parameters():
@@ -52,7 +52,7 @@ def test_starting_values(build: Any, injection: str):
             assert p.item() == pytest.approx(4.6)
         elif name == "injection.norm.weight":
             assert (p == 0.05).all(), "the root mean square of the embeddings"
-        elif name == "injection.proj.weight":
+        elif "injection" in name and name.endswith("proj.weight") and injection != "concat_random":
             assert torch.equal(p, torch.cat((torch.eye(64), torch.zeros(64, 64)), dim=1))
         elif name.endswith("norm.weight") or "layernorm" in name:
             assert (p == 1).all(), name

@@ -1,12 +1,19 @@
 """The injections against their formulas, at their starting values and off them."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 
-from looplm.model.config import LoopedConfig
-from looplm.model.injection import AddInjection, ConcatInjection, ScalarInjection, build_injection
+from looplm.model.config import Injection, LoopedConfig
+from looplm.model.injection import (
+    AddInjection,
+    ConcatInjection,
+    LayerInjections,
+    ScalarInjection,
+    build_injection,
+)
 from looplm.model.looped import LoopedTransformer
 
 MakeModel = Callable[..., LoopedTransformer]
@@ -68,16 +75,30 @@ def test_concat_is_one_matrix_on_both(make_config: MakeConfig, embeds: torch.Ten
     torch.testing.assert_close(injection(embeds, state), expected, rtol=1e-12, atol=1e-10)
 
 
-def test_concat_starts_neutral(make_config: MakeConfig):
+@pytest.mark.parametrize("injection", ["concat", "concat_layers"])
+def test_concat_starts_neutral(make_config: MakeConfig, injection: str):
     plain = LoopedTransformer(make_config()).double()
-    concat = LoopedTransformer(make_config(injection="concat")).double()
+    concat = LoopedTransformer(make_config(injection=injection)).double()
     concat.load_state_dict(plain.state_dict(), strict=False)
     ids = torch.randint(31, (2, 5))
     for a, b in zip(plain(ids).loop_hidden_states, concat(ids).loop_hidden_states, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("injection", ["scalar", "add", "concat"])
+def test_concat_random_does_not_start_neutral(make_config: MakeConfig):
+    weight = ConcatInjection(make_config(injection="concat_random")).proj.weight
+    assert not torch.equal(weight[:, :12], torch.eye(12))
+
+
+def test_the_norms_before_concat_make_both_of_one_size(
+    make_config: MakeConfig, embeds: torch.Tensor, state: torch.Tensor
+):
+    injection = ConcatInjection(make_config(injection="concat_norm")).double()
+    torch.nn.init.normal_(injection.proj.weight)
+    torch.testing.assert_close(injection(embeds, state), injection(7 * embeds, state / 9), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("injection", [name for name in get_args(Injection) if name != "none"])
 def test_enters_from_the_second_loop_on(make_model: MakeModel, injection: str):
     plain, injected = make_model(), make_model(injection=injection)
     injected.load_state_dict(plain.state_dict(), strict=False)
@@ -101,11 +122,19 @@ def test_what_is_injected_is_the_state_after_the_prelude(make_model: MakeModel):
 
 def test_build(make_config: MakeConfig):
     assert build_injection(make_config(injection="none")) is None
-    for name, kind in (("scalar", ScalarInjection), ("add", AddInjection), ("concat", ConcatInjection)):
+    kinds = {
+        "scalar": ScalarInjection,
+        "add": AddInjection,
+        "concat": ConcatInjection,
+        "concat_random": ConcatInjection,
+        "concat_norm": ConcatInjection,
+        "concat_layers": LayerInjections,
+    }
+    for name, kind in kinds.items():
         assert isinstance(build_injection(make_config(injection=name)), kind)
 
 
 def test_no_parameter_is_a_scalar(make_config: MakeConfig):
     """fully_shard refuses parameters without a dimension."""
-    for name in ("scalar", "concat"):
+    for name in ("scalar", "concat", "concat_norm"):
         assert all(p.ndim for p in LoopedTransformer(make_config(injection=name, lora_rank=1)).parameters())

@@ -102,11 +102,18 @@ def injected(e: Tensor, h: Tensor, state: Weights, config: LoopedConfig) -> Tens
         return w * e + (1 - w) * rms(h, state["injection.norm.weight"], config.rms_norm_eps)
     if config.injection == "add":
         return h + e
-    if config.injection == "concat":
-        d = config.hidden_size
-        w = state["injection.proj.weight"]
-        return h @ w[:, :d].T + e @ w[:, d:].T
+    if config.injection == "concat_norm":
+        h = rms(h, state["injection.state_norm.weight"], config.rms_norm_eps)
+        e = rms(e, state["injection.embeds_norm.weight"], config.rms_norm_eps)
+    if config.injection in ("concat", "concat_random", "concat_norm"):
+        return concatenated(e, h, state["injection.proj.weight"])
     return h
+
+
+def concatenated(e: Tensor, h: Tensor, w: Tensor) -> Tensor:
+    """W [h; e], a half at a time."""
+    d = h.shape[-1]
+    return h @ w[:, :d].T + e @ w[:, d:].T
 
 
 def unrolled(model: LoopedTransformer, ids: Tensor, num_loops: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -129,6 +136,8 @@ def unrolled(model: LoopedTransformer, ids: Tensor, num_loops: int) -> tuple[lis
     for depth, w in enumerate(layers):
         if depth and depth % num_layers == 0:
             x = injected(e, x, state, config)
+        if depth >= num_layers and config.injection == "concat_layers":
+            x = concatenated(e, x, state[f"injection.layers.{depth % num_layers}.proj.weight"])
         x = dense_layer(x, w, config)
         if (depth + 1) % num_layers:
             continue

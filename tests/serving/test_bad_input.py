@@ -8,6 +8,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from looplm.serving.schema import ChatRequest, CompletionRequest, LoopsRequest
 
@@ -63,6 +64,15 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         (TEXTS, {"model": MODEL, "prompt": "x", "draft_tokens": 1}, 400, None, "give both"),
         (TEXTS, {"model": MODEL, "prompt": "x", "draft_loops": 1, "logprobs": 1}, 400, None, "draft_loops"),
         (TEXTS, {"model": MODEL, "prompt": "x", "best_of": 2}, 400, None, "best_of"),
+        (TEXTS, {"model": MODEL, "prompt": "x", "stop_token_ids": [-1]}, 400, None, "stop_token_ids has -1"),
+        (TEXTS, {"model": MODEL, "prompt": "x", "stop_token_ids": [2048]}, 400, None, "0 to 2047"),
+        (TEXTS, {"model": MODEL, "prompt": ["x"] * 81, "n": 2}, 400, None, "asks for 162 texts; at most 160"),
+        (TEXTS, {"model": MODEL, "prompt": ["x"] * 161, "max_tokens": 0, "echo": True}, 400, None, "161 texts"),
+        (TEXTS, {"model": MODEL, "prompt": "x" * 1_000_000}, 400, None, "1000000 characters"),
+        (TEXTS, {"model": MODEL, "prompt": [1] * 100_000}, 400, None, "100000 tokens"),
+        (TEXTS, {"model": MODEL, "prompt": "x", **dict.fromkeys(map(str, range(70)))}, 400, None, "72 fields"),
+        (CHATS, {"model": MODEL, "messages": [{"role": "user", "content": "x" * 10**6}]}, 400, None, "characters"),
+        (CHATS, {"model": MODEL, "messages": USER * 5000}, 400, "messages", "at most 4096"),
         (CHATS, {"model": MODEL, "messages": []}, 400, "messages", "at least 1"),
         (CHATS, {"model": MODEL, "messages": "hi"}, 400, "messages", "list"),
         (CHATS, {"model": MODEL, "messages": [{"role": "bot", "content": "x"}]}, 400, "messages.0.role", "system"),
@@ -73,6 +83,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ("/v1/loops", {"model": MODEL, "prompt": "x", "top": 0}, 400, "top", "greater"),
         ("/v1/loops", {"model": MODEL, "prompt": "x " * 5000}, 400, None, "more than the 2048"),
         ("/v1/loops", {"model": MODEL, "prompt": [5000]}, 400, None, "0 to 2047"),
+        ("/v1/loops", {"model": MODEL, "prompt": "x" * 1_000_000}, 400, None, "1000000 characters"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -91,7 +102,11 @@ def test_what_is_wrong_is_said(
         (b"\xff\xfe", "JSON"),
         (b"[]", "JSON object"),
         (b"null", "missing|object"),
-        (b'{"model": "stdlib-small", "prompt": "x", "temperature": NaN}', "finite"),
+        (b'{"model": "stdlib-small", "prompt": "x", "temperature": NaN}', "NaN is no number"),
+        (b'{"model": "stdlib-small", "prompt": "x", "metadata": {"a": [-Infinity]}}', "-Infinity is no number"),
+        (b'{"model": "stdlib-small", "prompt": "x", "temperature": 1e999}', "finite"),
+        (b'{"model": "stdlib-small", "prompt": "x", "max_tokens": 1, "max_tokens": 2}', "'max_tokens' is given twice"),
+        (b'{"model": "stdlib-small", "prompt": "x", "metadata": {"a": 1, "a": 1}}', "'a' is given twice"),
         (b'{"model": "stdlib-small", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", "JSON"),
         (b'{"prompt": ' + b"[" * 100_000, "JSON"),
         (b'{"model": "stdlib-small", "prompt": "\\ud800"}', "not valid Unicode"),
@@ -105,6 +120,26 @@ def test_what_is_no_json(http: httpx.Client, content: bytes, said: str) -> None:
     assert any(one in error_of(answer)["message"] for one in said.split("|"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": [{"role": "x"}] * 9999}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 9999}]}),
+        (CompletionRequest, {"prompt": "x", **{str(i): 1 for i in range(9999)}}),
+        (CompletionRequest, {"prompt": [["a"]] * 9999}),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 9999}),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": ["a"] * 9999}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "a" for i in range(9999)}}),
+        (LoopsRequest, {"prompt": ["a"] * 9999}),
+    ],
+)
+def test_a_large_body_that_is_wrong_all_over_is_given_up_at_once(kind: Any, body: dict[str, Any]) -> None:
+    """Every mistake takes time that all other clients wait for."""
+    with pytest.raises(ValidationError) as wrong:
+        kind.model_validate({"model": MODEL, **body})
+    assert wrong.value.error_count() <= 3
+
+
 def test_other_content_types_are_refused(http: httpx.Client) -> None:
     """A form on another site's page can send text/plain without asking; it must not start anything."""
     content, headers = json.dumps({"model": MODEL, "prompt": "x"}), {"content-type": "text/plain"}
@@ -114,20 +149,53 @@ def test_other_content_types_are_refused(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", TEXTS, 405), ("POST", "/v1/models", 405), ("GET", "/v1/models/x", 404), ("GET", "/nowhere", 404)],
+    [
+        ("GET", TEXTS, 405),
+        ("OPTIONS", TEXTS, 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/models/x", 404),
+        ("GET", "/nowhere", 404),
+        ("GET", "/" + "x" * 50_000, 404),
+        ("GET", "/../../etc/passwd", 404),
+    ],
 )
 def test_other_paths_and_methods(http: httpx.Client, method: str, path: str, status: int) -> None:
     answer = http.request(method, path)
     assert answer.status_code == status and error_of(answer)
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", f"/v1/models/{MODEL}"])
+def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
+    head, whole = http.head(path), http.get(path)
+    assert head.status_code == whole.status_code == 200 and head.content == b"" != whole.content
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
 def test_what_is_no_http(server: Any) -> None:
-    for sent in (b"\x00\x01garbage\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\n\r\n"):
+    start = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for sent in (
+        b"\x00\x01garbage\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: elsewhere\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000,
+        start + b"Content-Length: -5\r\n\r\n",
+        start + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        start + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        start + b"\r\n",  # neither a length nor chunks: an empty body
+    ):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
             raw.sendall(sent)
             assert raw.recv(100).startswith(b"HTTP/1.1 4")
     with server.client() as client:
         assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_a_body_may_come_in_chunks(http: httpx.Client) -> None:
+    content = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2, "temperature": 0}).encode()
+    pieces = (content[i : i + 7] for i in range(0, len(content), 7))
+    answer = http.post(TEXTS, content=pieces, headers={"content-type": "application/json"})
+    assert "content-length" not in answer.request.headers and answer.status_code == 200
 
 
 # --- Anything at all ------------------------------------------------------------------------------------------------
@@ -177,3 +245,30 @@ def test_no_request_makes_it_fail(server: Any, path: str, kind: type, start: dic
 
         run()
     assert server.idle()
+
+
+paths = st.sampled_from(["/", "/health", "/metrics", "/v1/models", f"/v1/models/{MODEL}", TEXTS, CHATS, "/v1/loops"])
+words = st.text(st.characters(codec="latin-1", exclude_characters="\r\n\0"), max_size=30)
+names = st.sampled_from(["Authorization", "Content-Type", "Accept", "Cookie", "Origin", "Range", "Expect", "Upgrade"])
+
+
+def test_no_address_method_or_header_makes_it_fail(server: Any) -> None:
+    """Every endpoint, and what is none, asked in every manner: an HTTP answer that is not the server's fault."""
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        st.sampled_from(["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"]) | words,
+        paths | st.tuples(paths, words).map("?".join) | words.map(lambda word: "/" + word),
+        st.lists(st.tuples(names, words), max_size=3),
+        st.binary(max_size=40),
+    )
+    def run(method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> None:
+        lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close", f"Content-Length: {len(body)}"]
+        head = "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers)]) + "\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+            raw.sendall(head.encode("latin-1") + body)
+            answer = raw.makefile("rb").readline()
+        assert answer.startswith(b"HTTP/1.1 ") and answer[9:10] in b"1234", (answer, head)
+
+    run()
+    server.check()

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import re
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+import looplm
 from looplm.serving import server as sockets
 from looplm.serving.limits import Limits, RateLimit
 
@@ -40,6 +43,7 @@ def test_a_key_is_asked_for(serve: Callable[..., Any]) -> None:
             for path in ("/v1/models", "/metrics"):
                 assert code_of(http.get(path, headers=encoded)) == (401, "invalid_api_key")
             assert http.post(TEXTS, json=SHORT, headers=encoded).status_code == 401
+        assert http.get("/v1/models?api_key=kéy&key=kéy").status_code == 401  # addresses are written into logs
         good = {"authorization": "bearer kéy".encode()}
         assert http.post(TEXTS, json=SHORT, headers=good).status_code == 200
 
@@ -112,7 +116,8 @@ def test_other_sites_may_call_only_if_told(serve: Callable[..., Any], server: An
 def test_a_full_queue_says_so(serve: Callable[..., Any], make_engine: Callable[..., Any]) -> None:
     server = serve(engine=make_engine(max_batch=1), max_waiting=1)
     with server.client() as http:
-        assert code_of(http.post(TEXTS, json={**SHORT, "n": 3})) == (429, "queue_full")
+        never = http.post(TEXTS, json={**SHORT, "n": 3})  # not 429: clients would try again for ever
+        assert never.status_code == 400 and "at most 2" in never.json()["error"]["message"]
         with http.stream("POST", TEXTS, json={**LONG, "n": 2, "stream": True}) as running:
             lines = running.iter_lines()
             assert next(lines)
@@ -120,6 +125,62 @@ def test_a_full_queue_says_so(serve: Callable[..., Any], make_engine: Callable[.
             assert code_of(refused) == (429, "queue_full") and refused.headers["retry-after"]
         assert server.idle()
         assert http.post(TEXTS, json=SHORT).status_code == 200
+
+
+def test_only_so_much_may_come_in_at_one_time(serve: Callable[..., Any]) -> None:
+    """A thousand clients that send all but the end of a large body must not fill the memory."""
+    server = serve(Limits(max_body=1000, max_large=2, body_seconds=20))
+    almost = post_bytes(SHORT, length=1000) + b" " * 800
+    with contextlib.ExitStack() as stack, server.client() as http:
+        for _ in range(2):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            raw.sendall(almost)
+        until = time.monotonic() + 10
+        while (refused := http.post(TEXTS, json={**SHORT, "user": "x" * 600})).status_code == 200:
+            assert time.monotonic() < until
+        assert code_of(refused) == (503, "unavailable") and refused.headers["retry-after"]
+        assert http.get("/health").status_code == 200
+    with server.client() as http:  # they are gone, and their room is free
+        while http.post(TEXTS, json={**SHORT, "user": "x" * 600}).status_code != 200:
+            assert time.monotonic() < until
+
+
+def test_texts_that_are_looked_at_end_with_their_client_and_in_time(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that are scored, and what every loop says: beside the engine, one after another."""
+    looks, may_end = 0, threading.Event()
+
+    def look(*given: Any, **options: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        assert may_end.wait(60)
+        raise looplm.UserError("seen")
+
+    monkeypatch.setattr("looplm.serving.texts.prompt_scores", look)
+    monkeypatch.setattr("looplm.serving.app.loop_views", look)
+    scored = {"model": MODEL, "prompt": "x y", "max_tokens": 0, "echo": True, "logprobs": 1}
+    viewed = {"model": MODEL, "prompt": "x y"}
+    brief, server = serve(Limits(request_seconds=0.2)), serve()
+    with brief.client() as http:
+        for path, body in ((TEXTS, scored), ("/v1/loops", viewed)):
+            assert code_of(http.post(path, json=body)) == (504, "timeout")
+    with server.client() as http:
+        with contextlib.ExitStack() as stack:
+            for sent in [post_bytes(scored), post_bytes(viewed).replace(TEXTS.encode(), b"/v1/loops")] * 5:
+                raw = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+                raw.sendall(sent)
+            until = time.monotonic() + 10
+            while looks < 2 and time.monotonic() < until:
+                time.sleep(0.01)
+        ended = re.compile(r'http_requests_total\{path="/v1/(?:completions|loops)",.*\} (\d+)')
+        while sum(map(int, ended.findall(http.get("/metrics").text))) < 10:
+            assert time.monotonic() < until
+        assert http.get("/health").status_code == 200  # by now the event loop has come round, and work is cancelled
+        may_end.set()
+        answer = http.post(TEXTS, json=scored)
+        assert answer.status_code == 400 and "seen" in answer.text
+    assert looks == 3  # of each server the first, and the last one
 
 
 def test_an_answer_may_take_too_long(serve: Callable[..., Any]) -> None:
@@ -169,6 +230,20 @@ def test_a_client_that_takes_nothing_is_cut_off(serve: Callable[..., Any], monke
         assert http.get("/health").status_code == 200
 
 
+def test_a_stream_that_is_not_read_frees_its_place(
+    serve: Callable[..., Any], make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "STALL_SECONDS", 0.5)
+    server = serve(engine=make_engine(max_batch=64), send_buffer=4096)
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", server.port))
+        raw.sendall(post_bytes({**LONG, "n": 32, "stream": True}))
+        assert select.select([raw], [], [], 60)[0]
+        assert server.idle(60)
+    assert server.worker.engine.stats.generated_tokens < 32 * 1000
+
+
 def test_a_head_that_does_not_come_is_not_waited_for(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +256,33 @@ def test_a_head_that_does_not_come_is_not_waited_for(
     with server.client() as http:  # a connection that is kept is expected to say something when it speaks again
         assert http.get("/health").status_code == http.get("/health").status_code == 200
         assert http.post(TEXTS, json={**LONG, "max_tokens": 40}).status_code == 200
+
+
+@pytest.mark.parametrize(("grace_seconds", "signals"), [(0.3, 1), (1000, 2)])
+def test_what_does_not_end_is_ended_when_the_server_stops(
+    serve: Callable[..., Any], grace_seconds: float, signals: int
+) -> None:
+    """After its time, or at a second signal: clients are told, and those that do not care are cut off."""
+    server = serve(grace_seconds=grace_seconds)
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=10) as stalled,
+        socket.create_connection(("127.0.0.1", server.port), timeout=30) as whole,
+        server.client() as http,
+    ):
+        stalled.sendall(post_bytes(SHORT, length=1000))  # the end of its body never comes
+        whole.sendall(post_bytes(LONG))
+        with http.stream("POST", TEXTS, json={**LONG, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert next(lines)
+            for _ in range(signals):
+                server.stop()
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "The server is shutting down."
+        assert whole.recv(20).startswith(b"HTTP/1.1 503")
+        with contextlib.suppress(ConnectionResetError):
+            assert stalled.recv(20) == b""
+        server.thread.join(20)
+        assert not server.thread.is_alive()
 
 
 def test_a_thousand_connections(server: Any) -> None:

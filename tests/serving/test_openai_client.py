@@ -14,7 +14,7 @@ PROMPT = "def main("
 
 @pytest.fixture
 def client(server: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
     assert server.idle()
 
@@ -185,7 +185,7 @@ def test_key(serve: Callable[..., Any]) -> None:
 
     server = serve(Limits(api_key="secret"))
     for key, good in (("secret", True), ("wrong", False)):
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60) as client:
             if good:
                 assert client.models.list().data
             else:

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,7 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            assert select.select([self._read], [], [], 60)[0], "the browser does not answer"
             piece = os.read(self._read, 65536)
             assert piece, "the browser has ended"
             self._buffer += piece
@@ -114,9 +116,20 @@ class Browser:
 
     def point(self, selector: str) -> None:
         """Moves the mouse over an element."""
-        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
-        x, y = self.run(f"(() => {{ const b = {box}; return [b.x + b.width / 2, b.y + b.height / 2] }})()")
+        x, y = self._centre(f"document.querySelector({json.dumps(selector)})")
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def touch(self, selector: str) -> None:
+        """Taps an element with a finger."""
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.run(f"{element}.scrollIntoView({{block: 'center'}})")
+        x, y = self._centre(element)
+        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def _centre(self, element: str) -> list[float]:
+        box = f"{element}.getBoundingClientRect()"
+        return self.run(f"(() => {{ const b = {box}; return [b.x + b.width / 2, b.y + b.height / 2] }})()")
 
     def look(self, width: int, height: int, scheme: str) -> None:
         """The size of the window, and whether it is light or dark."""
@@ -185,6 +198,16 @@ def cells(page: Browser, row: str, pane: str = "A") -> list[str]:
     return page.run(f"['', '-all', '-saved'].map((end) => $('{row}' + end + '-{pane}').textContent)")
 
 
+def look_everywhere(page: Browser, name: str) -> None:
+    """On a desktop and a phone, light and dark: nothing is wider than the window. Leaves pictures where asked to."""
+    directory = os.environ.get("LOOPLM_SCREENSHOTS")
+    for size, scheme in (("desktop", "light"), ("desktop", "dark"), ("phone", "light"), ("phone", "dark")):
+        page.look(*SIZES[size], scheme)
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), size
+        if directory:
+            page.screenshot(Path(directory) / f"{name}-{size}-{scheme}.png")
+
+
 def test_a_prompt_is_typed_and_a_slider_moved(page: Browser, server: Any) -> None:
     page.run("$('prompt').focus(); $('prompt').select()")
     page.type("class Reader(")
@@ -229,6 +252,48 @@ def test_each_loops_distribution_by_mouse_and_by_keyboard(page: Browser) -> None
     page.key("ArrowRight", code=39)
     assert page.run("$('look').textContent") != first
     assert page.run("$('text-A').getAttribute('aria-activedescendant')") == "token-A-1-1"
+    page.run("$('numbers').click()")
+    look_everywhere(page, "loops")
+
+
+def test_by_keyboard_alone(page: Browser) -> None:
+    """From the prompt to the answer and its tokens: Tab reaches every control, in the order of the page."""
+    page.run("$('prompt').focus()")
+    reached = ["prompt"]
+    while reached[-1] != "text-A":
+        page.key("Tab", code=9)
+        reached.append(page.run("document.activeElement.id || document.activeElement.textContent"))
+        assert len(reached) < 20, reached
+        if reached[-1] == "loops-A":
+            for _ in range(3):
+                page.key("ArrowLeft", code=37)
+    assert reached == [
+        *("prompt", "max-tokens", "temperature", "seed", "draft", "go", "API key"),
+        *("rule-A", "threshold-A", "loops-A", "text-A"),
+    ]
+    assert page.run("$('rule-A').value") == "loops" and page.run("$('loops-A').value") == "1"
+    page.run("$('go').focus()")
+    page.key("Enter", code=13, text="\r")
+    assert page.run("document.activeElement.id") in ("stop", "go")  # the one that is of use
+    done(page)
+    assert loops(page) == [1] * 12
+    assert page.run("document.activeElement.id") == "go"
+    assert page.run("getComputedStyle($('go')).outlineStyle") == "solid"
+
+
+def test_a_finger_on_a_phone(page: Browser) -> None:
+    page.look(*SIZES["phone"], "light")
+    page.send("Emulation.setTouchEmulationEnabled", enabled=True)
+    page.touch("#go")
+    done(page)
+    page.touch("#pane-A .token:nth-child(4)")
+    page.wait("document.querySelectorAll('#look tbody tr').length === 4")
+    assert page.run("document.querySelector('#pane-A .token:nth-child(4)').getAttribute('aria-selected')") == "true"
+    small = page.run(
+        "[...document.querySelectorAll('button')].filter((b) => b.offsetHeight && b.offsetHeight < 44).length"
+    )
+    assert small == 0
+    page.send("Emulation.setTouchEmulationEnabled", enabled=False)
 
 
 def test_two_settings_side_by_side(page: Browser) -> None:
@@ -241,13 +306,7 @@ def test_two_settings_side_by_side(page: Browser) -> None:
     assert cells(page, "passes", "B") == ["11", "44", "75 %"]
     told = page.run("$('status').textContent")
     assert "They part after" in told or "the same" in told
-    directory = os.environ.get("LOOPLM_SCREENSHOTS")
-    for size, scheme in (("desktop", "light"), ("desktop", "dark"), ("phone", "light"), ("phone", "dark")):
-        page.look(*SIZES[size], scheme)
-        # Nothing is wider than the window.
-        assert page.run("document.documentElement.scrollWidth <= innerWidth"), size
-        if directory:
-            page.screenshot(Path(directory) / f"{size}-{scheme}.png")
+    look_everywhere(page, "compare")
 
 
 def test_chat_goes_on_with_what_was_said(page: Browser) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import looplm
+from looplm.inference import capacity
 from looplm.serving.worker import Busy, Call, Delta, EngineFailed, EngineWorker, Finished, Ticket
 
 PARAMS = looplm.SamplingParams(max_tokens=8)
@@ -158,20 +159,22 @@ def test_a_step_that_fails_ends_what_ran_and_no_more(model: Any, tokenizer: Any)
     run(engine, work)
 
 
-def test_without_memory_the_newest_that_waits_is_refused(model: Any, tokenizer: Any) -> None:
-    engine = Failing(model, tokenizer, max_batch=1)
+def test_what_the_system_has_no_memory_for_fails_alone(
+    make_engine: Callable[..., looplm.Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    free = int(capacity.bytes_for(engine.model.model, "per_loop", 2, 4) / capacity.MOST_OF_FREE) + 1
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: free)
 
     async def work(worker: EngineWorker) -> None:
-        calls = [Call([ticket(sampling=LONG, streaming=True)]), Call([ticket([5])]), Call([ticket([6])])]
-        for call in calls:
-            worker.submit(call)
-        await worker.next(calls[0])
-        engine.fault = looplm.UserError("no memory left")
-        with pytest.raises(EngineFailed, match="no memory left"):
-            await worker.next(calls[2])
-        worker.release(calls[0])
-        worker.release(calls[2])
-        assert len(await text_of(worker, calls[1])) == 1
+        long, short = Call([ticket([317] * 100)]), Call([ticket()])
+        worker.submit(long)
+        worker.submit(short)
+        _, event = await worker.next(long)
+        assert isinstance(event, Finished) and event.result.finish_reason == "error"
+        assert "No memory for" in (event.result.error or "")
+        worker.release(long)
+        assert await text_of(worker, short) == expected(make_engine, [317, 1630, 10])
 
     run(engine, work)
 

@@ -95,6 +95,7 @@ def test_a_layer_keeps_exactly_this(fields: dict[str, Any], precision: str) -> N
 @pytest.mark.parametrize(
     "fields",
     [{}, {"injection": "scalar"}, {"injection": "concat"}, {"injection": "add"}, {"final_norm": "frms"},
+     {"injection": "concat_norm"}, {"injection": "concat_layers"},
      {"final_norm": "none"}, {"num_prelude_layers": 1}, {"num_coda_layers": 1}, {"lora_rank": 4}],
 )  # fmt: skip
 @pytest.mark.parametrize("checkpointing", ["none", "layer", "loop", "both"])
