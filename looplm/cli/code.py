@@ -68,7 +68,7 @@ def code(
     from looplm.cli.analyze_inputs import encoder
     from looplm.evaluation.code_execution import Limits
     from looplm.evaluation.code_problems import read_problems
-    from looplm.evaluation.kept_lines import KeptLines, check_plan, file_digest
+    from looplm.evaluation.kept_lines import KeptLines, check_plan, file_digest, model_digest
     from looplm.evaluation.pass_at_k import pass_at_k
     from looplm.evaluation.sampled_texts import KEY, AskedText, check_samples, generate_missing
     from looplm.hf.load import load_tokenizer
@@ -98,7 +98,9 @@ def code(
         engine = load_for(checkpoint, device, dtype, kv_cache)
         exits = exits_of(num_loops, exit_threshold, exit, engine.model.model.config.num_loops)
         warn_beyond(exits, engine.model.model.config.num_loops)
-        check_plan(out, plan)  # now that nothing is wrong with it
+        check_plan(
+            out, plan | {"weights": model_digest(engine.model.model, engine.model.lm_head)}
+        )  # now that nothing is wrong with it
         texts = KeptLines(out / "texts.jsonl", KEY)
         encode = encoder(load_tokenizer(checkpoint), chat)
         prompts = [

@@ -82,6 +82,7 @@ def evaluate(
     except ModuleNotFoundError as error:
         raise UserError(f"looplm eval needs lm-eval ({error.name} is missing): pip install 'looplm[eval]'.") from None
     from looplm.cli.eval_options import choices_of, curve_rules, settings_of
+    from looplm.evaluation.kept_lines import model_digest
     from looplm.evaluation.presets import load_preset
     from looplm.evaluation.task_plan import TaskPlan
 
@@ -108,6 +109,7 @@ def evaluate(
         chat=chat or (paper is not None and paper.chat), generation=generation, samples=several,
         include_path=None if include_path is None else str(include_path), category_field=category,
         allow_code=allow_code_execution, seed=seed, dtype=str(adapter.looped.dtype).removeprefix("torch."),
+        weights=model_digest(adapter.looped, *([] if adapter.stage_one is None else [adapter.stage_one])),
     )  # fmt: skip
     found = Sweep(adapter, plan, out / "settings").run(settings, Curve(curve_rules(curve), curve_points))
     sweep = None if not text else measure_text(adapter, text, text_field, text_tokens, deepest)

@@ -51,7 +51,7 @@ def harm(
     from looplm.cli.analyze_inputs import encoder
     from looplm.cli.judge import judge_of
     from looplm.evaluation.harm import asked_texts, read_harm_prompts
-    from looplm.evaluation.kept_lines import KeptLines, check_plan, file_digest
+    from looplm.evaluation.kept_lines import KeptLines, check_plan, file_digest, model_digest
     from looplm.evaluation.sampled_texts import KEY, generate_missing
     from looplm.hf.load import load_tokenizer
 
@@ -71,7 +71,9 @@ def harm(
     warn_beyond(exits, engine.model.model.config.num_loops)
     encode = encoder(load_tokenizer(checkpoint), chat)
     wanted = asked_texts(asked, decodings, encode, max_tokens)
-    check_plan(out, plan)  # now that nothing is wrong with it
+    check_plan(
+        out, plan | {"weights": model_digest(engine.model.model, engine.model.lm_head)}
+    )  # now that nothing is wrong with it
     texts = KeptLines(out / "answers.jsonl", KEY)
     generate_missing(engine, exits, wanted, texts, seed=seed)
     if judge is None:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from looplm.errors import UserError
 
 
@@ -80,3 +83,13 @@ def file_digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def model_digest(*parts: nn.Module) -> str:
+    """What tells weights from others in a plan, where a path does not: a checkpoint may be trained again."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for name, tensor in part.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

@@ -48,6 +48,8 @@ class TaskPlan:
     seed: int = 0
     dtype: str | None = None
     """That the model ran in."""
+    weights: str | None = None
+    """Digest of the model's: a path may be trained again."""
 
     def of_task(self, choice: TaskChoice) -> dict[str, Any]:
         """What a file of one task's scores must agree with, as JSON has it."""

@@ -123,7 +123,7 @@ def plane_figure(found: Geometry, plane: Plane) -> str:
         if found.scores is not None:
             for handle in legend.legend_handles:
                 assert handle is not None
-                handle.set(color=INK)  # not that of the lowest score, which is lost on a dark page
+                handle.set(array=None, color=INK)  # not that of the lowest score, which is lost on a dark page
     return canvas.svg
 
 

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from looplm.analysis.runs import POINTS_PER_RUN, RunPoint, read_runs, write_runs
+from looplm.analysis.runs import POINTS_PER_RUN, STUDY_COLUMNS, RunPoint, read_runs, write_runs
 from looplm.errors import UserError
 from looplm.hf.config import LoopLMConfig
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.hf.save import save_checkpoint
+from looplm.lab.study_results import RUN_COLUMNS
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import count_parameters
 
@@ -45,6 +46,8 @@ STUDY = (
 
 
 def test_a_study_of_the_lab_is_read(tmp_path):
+    assert STUDY.partition("\n")[0].split(",") == list(RUN_COLUMNS)
+    assert set(RUN_COLUMNS) >= STUDY_COLUMNS
     file = tmp_path / "runs.csv"
     file.write_text(STUDY, encoding="utf-8")
     assert read_runs(file) == [

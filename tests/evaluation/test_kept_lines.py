@@ -1,9 +1,10 @@
 """Records that outlast a run."""
 
 import pytest
+import torch
 
 from looplm.errors import UserError
-from looplm.evaluation.kept_lines import KeptLines, check_plan, file_digest
+from looplm.evaluation.kept_lines import KeptLines, check_plan, file_digest, model_digest
 
 
 def test_what_was_added_is_there_again(tmp_path):
@@ -64,3 +65,15 @@ def test_a_digest_is_of_the_content(tmp_path):
         (tmp_path / name).write_text(text)
     a, b, c = (file_digest(tmp_path / name) for name in "abc")
     assert a == b != c
+
+
+def test_a_model_trained_again_is_another(tmp_path):
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    first = model_digest(model)
+    assert model_digest(model) == first
+    check_plan(tmp_path / "out", {"weights": first})
+    with torch.no_grad():
+        model.bias[1] += 1
+    assert model_digest(model) != first
+    with pytest.raises(UserError, match="weights differ"):
+        check_plan(tmp_path / "out", {"weights": model_digest(model)})
