@@ -15,9 +15,9 @@ from torch import Tensor
 
 from looplm.analysis.intervals import standard_error
 from looplm.analysis.readout import Labels, label_logits
-from looplm.analysis.trace import LoopLM
 from looplm.errors import UserError
 from looplm.inference.exit_policy import QuantileExit, exit_loops
+from looplm.model.language_model import LoopLM
 from looplm.model.looped import check_num_loops
 
 

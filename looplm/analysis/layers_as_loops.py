@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from looplm.analysis.trace import LoopLM
 from looplm.errors import UserError
 from looplm.model.attention import AttentionContext
 from looplm.model.cache import LoopIndex
+from looplm.model.language_model import LoopLM
 from looplm.model.looped import LoopedTransformer, Readout
 
 

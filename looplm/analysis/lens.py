@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from looplm.analysis.intervals import standard_error
-from looplm.analysis.trace import LoopLM, layer_outputs
+from looplm.analysis.trace import layer_outputs
 from looplm.errors import UserError
+from looplm.model.language_model import LoopLM
 from looplm.model.looped import check_num_loops
 
 

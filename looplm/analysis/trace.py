@@ -3,26 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from looplm.errors import UserError
+from looplm.model.language_model import LoopLM
 from looplm.model.looped import LoopedTransformer, check_num_loops
 
 MAX_BYTES = 4 * 2**30
-
-
-class LoopLM(Protocol):
-    """What a model needs to be looked into: the looped transformer and its LM head."""
-
-    @property
-    def model(self) -> LoopedTransformer: ...
-
-    @property
-    def lm_head(self) -> nn.Linear: ...
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -15,8 +15,8 @@ from looplm.data.recipe import DataRecipe
 from looplm.evaluation.cache_quality import CachePoint, Continuations, cache_quality, continuations, decode_forced
 from looplm.hf.load import load, load_tokenizer
 from looplm.inference import Engine, ExitPolicy, FixedDepth, QuantileExit
-from looplm.inference.passes import LanguageModel
 from looplm.model.flops import CacheStrategy
+from looplm.model.language_model import LoopLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ class TaskPoint:
 
 
 def task_quality(
-    lm: LanguageModel,
+    lm: LoopLM,
     task: "Task",
     exit: ExitPolicy,
     strategies: Sequence[CacheStrategy] = STRATEGIES,

@@ -22,7 +22,8 @@ from looplm.errors import UserError
 
 if TYPE_CHECKING:
     from looplm.analysis.probes import Target
-    from looplm.analysis.trace import LoopLM, Trace
+    from looplm.analysis.trace import Trace
+    from looplm.model.language_model import LoopLM
 
 app = typer.Typer(help="Take a model's loops apart: answers, probes, states, causes; and scaling laws.")
 

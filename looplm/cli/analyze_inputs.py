@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from looplm.analysis.prompts import AskedPrompt
     from looplm.analysis.readout import Labels
-    from looplm.analysis.trace import LoopLM, Trace
+    from looplm.analysis.trace import Trace
     from looplm.hf.modeling import LoopLMForCausalLM
+    from looplm.model.language_model import LoopLM
 
 NAMED_ANSWERS = 10
 """Free answers that get a name of their own; the rest are "other"."""

@@ -21,8 +21,8 @@ from looplm.data.evaluation_windows import EvaluationWindows
 from looplm.errors import UserError
 from looplm.evaluation.bootstrap import NUM_RESAMPLES, Interval, document_sums, percentile_interval, resample_weights
 from looplm.inference import Engine, ExitPolicy, Preview, Redirect, SamplingParams, Screen
-from looplm.inference.passes import LanguageModel
 from looplm.model.flops import CacheStrategy, cache_bytes_per_token
+from looplm.model.language_model import LoopLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,7 +148,7 @@ def decode_forced(
 
 
 def cache_quality(
-    lm: LanguageModel,
+    lm: LoopLM,
     texts: Continuations,
     exit: ExitPolicy,
     strategies: Sequence[CacheStrategy] = get_args(CacheStrategy),

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -11,19 +10,9 @@ from torch import Tensor, nn
 
 from looplm.data.packing import IGNORE_INDEX
 from looplm.errors import UserError
-from looplm.model.looped import LoopedTransformer
+from looplm.model.language_model import LoopLM
 
 _LOGITS_PER_CHUNK = 2**24  # 64 MB in float32
-
-
-class LoopLM(Protocol):
-    """What a model needs to be recorded: the looped transformer and its LM head."""
-
-    @property
-    def model(self) -> LoopedTransformer: ...
-
-    @property
-    def lm_head(self) -> nn.Linear: ...
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from looplm.inference.decide import Reading
 from looplm.inference.packed import PackedModel
-from looplm.inference.passes import LanguageModel
 from looplm.inference.request import Flight, Request
 from looplm.inference.sampling import all_finite, filtered_probabilities, penalised, sample_with_probs, widened
 from looplm.inference.screening import Failed, Mask, Stop
 from looplm.inference.speculative import judge
+from looplm.model.language_model import LoopLM
 
 Emit = Callable[[Request, Flight, int], None]
 """Takes the next token of a request's text, chosen for a flight; may finish the request."""
@@ -29,7 +29,7 @@ def allowed(request: Request, flight: Flight, logits: Tensor) -> Tensor:
     return logits
 
 
-def likeliest(lm: LanguageModel, logits: Tensor) -> list[int]:
+def likeliest(lm: LoopLM, logits: Tensor) -> list[int]:
     """The first of the largest logits of every row, (N, V); -1 where one of them is not finite."""
     if isinstance(lm, PackedModel) and lm.kernels is not None:
         return lm.kernels.best(logits)
@@ -44,7 +44,7 @@ def takes_likeliest(request: Request, flight: Flight) -> bool:
     return free and request.sampling.temperature == 0
 
 
-def choose(lm: LanguageModel, readings: Sequence[Reading]) -> None:
+def choose(lm: LoopLM, readings: Sequence[Reading]) -> None:
     """Gives flights their tokens: final ones to those that have left, drafts to the others.
 
     A flight that has left with untested drafts before it, and further flights beside it, is left alone: `settle`

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from looplm.inference.exit_policy import Signals, compare_logits
 from looplm.inference.memory import Memory
-from looplm.inference.passes import LanguageModel, read
+from looplm.inference.passes import read
 from looplm.inference.request import Flight, Request
 from looplm.inference.screening import Redirect, apply_screen
 from looplm.inference.speculative import DraftHead
 from looplm.model.gate import exit_cdf_of_one
+from looplm.model.language_model import LoopLM
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Reading(NamedTuple):
     kind: Literal["exit", "draft"]
 
 
-def decide(lm: LanguageModel, memory: Memory, arrivals: Sequence[Arrival], clock: Clock) -> tuple[list[Reading], int]:
+def decide(lm: LoopLM, memory: Memory, arrivals: Sequence[Arrival], clock: Clock) -> tuple[list[Reading], int]:
     """Marks the flights that leave; returns what was read for tokens to be chosen, and the rows the head has read."""
     if not arrivals:
         return [], 0
@@ -85,7 +86,7 @@ def decide(lm: LanguageModel, memory: Memory, arrivals: Sequence[Arrival], clock
 
 
 def _read_into(
-    logits: dict[int, Tensor], lm: LanguageModel, memory: Memory, arrivals: Sequence[Arrival], which: list[int]
+    logits: dict[int, Tensor], lm: LoopLM, memory: Memory, arrivals: Sequence[Arrival], which: list[int]
 ) -> None:
     if which:
         chosen = [arrivals[i] for i in which]

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from looplm.inference.choice import Emit, choose, settle
 from looplm.inference.decide import Arrival, Clock, decide
 from looplm.inference.memory import Memory
-from looplm.inference.passes import LanguageModel, Work, core_pass
+from looplm.inference.passes import Work, core_pass
 from looplm.inference.request import Flight, Request
 from looplm.inference.speculative import PRIOR_ACCEPTED, PRIOR_DRAFTED, Costs, best_draft_tokens
+from looplm.model.language_model import LoopLM
 
 
-def tick(
-    lm: LanguageModel, memory: Memory, requests: Sequence[Request], chunk_size: int, clock: Clock, emit: Emit
-) -> Work:
+def tick(lm: LoopLM, memory: Memory, requests: Sequence[Request], chunk_size: int, clock: Clock, emit: Emit) -> Work:
     """Applies the core once to the foremost positions of all `requests`, then emits what they have come to.
 
     Earlier positions that have not passed that loop come along, at most `chunk_size` positions of one request; one
@@ -49,7 +48,7 @@ def tick(
     return work._replace(head_reads=head_reads)
 
 
-def begin(lm: LanguageModel, request: Request, now: float) -> None:
+def begin(lm: LoopLM, request: Request, now: float) -> None:
     """Puts the newest position of `request`, whose token is out, on its way."""
     speculation = request.speculation
     request.flights = [Flight(request.num_positions - 1, now, forced=request.forced)]
@@ -59,7 +58,7 @@ def begin(lm: LanguageModel, request: Request, now: float) -> None:
         request.draft_length = speculation.draft_tokens or adapted(lm, request, speculation.draft_loops)
 
 
-def adapted(lm: LanguageModel, request: Request, draft_loops: int) -> int:
+def adapted(lm: LoopLM, request: Request, draft_loops: int) -> int:
     """Draft length for the share of this text's drafts that stood, and for the weights that pass and head read."""
     acceptance = (request.accepted + PRIOR_ACCEPTED) / (request.drafted + PRIOR_DRAFTED)
     core = sum(parameter.numel() for parameter in lm.model.layers.parameters())
@@ -69,7 +68,7 @@ def adapted(lm: LanguageModel, request: Request, draft_loops: int) -> int:
     return best_draft_tokens(draft_loops, request.max_loops, acceptance, costs)
 
 
-def go_on(lm: LanguageModel, request: Request, clock: Clock) -> None:
+def go_on(lm: LoopLM, request: Request, clock: Clock) -> None:
     """Where a request continues after its flights have passed a loop: deeper, at a new position, or at its test."""
     if not request.flights:
         begin(lm, request, clock.now())

@@ -22,7 +22,6 @@ from looplm.inference.graphs import graphed_model
 from looplm.inference.intake import Intake
 from looplm.inference.memory import Memory
 from looplm.inference.packed import packed_model, weights_identity
-from looplm.inference.passes import LanguageModel
 from looplm.inference.prefill import prefill
 from looplm.inference.prompts import Parts, Prompt, check_model, model_defaults, read_prompt
 from looplm.inference.request import FinishReason, Flight, Request
@@ -33,6 +32,7 @@ from looplm.inference.screening import Screen
 from looplm.inference.speculative import DraftHeads, Speculation
 from looplm.inference.text import TextStream, Tokenizer, end_token_ids, find_stop
 from looplm.model.flops import CacheStrategy
+from looplm.model.language_model import LoopLM
 
 
 class Engine:
@@ -62,7 +62,7 @@ class Engine:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: LoopLM,
         tokenizer: Tokenizer | None = None,
         *,
         kv_cache: str = "per_loop",
@@ -90,7 +90,7 @@ class Engine:
         self._packed = packed_model(model, pack_weights, native_kernels)
         self._weights = weights_identity(model)
         self._graphed = graphed_model(model, cuda_graphs)
-        self._run_by: LanguageModel = self._graphed or self._packed or model
+        self._run_by: LoopLM = self._graphed or self._packed or model
         self.kv_cache: CacheStrategy = strategies[kv_cache]
         self.max_batch, self.chunk_size, self.memory_bytes = max_batch, chunk_size, memory_bytes
         context = model.model.config.max_position_embeddings
@@ -117,7 +117,7 @@ class Engine:
         self._unlisted: set[Request] = set()
 
     @property
-    def runs(self) -> LanguageModel:
+    def runs(self) -> LoopLM:
         """The model as this engine runs it: packed, on kernels, or as graphs."""
         return self._run_by
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from looplm.errors import UserError
 from looplm.inference.kv_cache import CacheView, KVCache, Places
-from looplm.inference.passes import LanguageModel
 from looplm.model.attention import AttentionContext
 from looplm.model.cache import LoopIndex
+from looplm.model.language_model import LoopLM
 from looplm.model.looped import LoopedTransformer
 
 WIDEST = 8
@@ -140,7 +140,7 @@ class CoreGraphs:
 class GraphedModel:
     """A language model whose core is replayed; all else, parameters included, is that of `original`."""
 
-    def __init__(self, original: LanguageModel, capture: Capture) -> None:
+    def __init__(self, original: LoopLM, capture: Capture) -> None:
         self.graphs = CoreGraphs(original.model, capture)
         self.model, self.lm_head = copy.copy(original.model), original.lm_head
         self.model.__dict__["run_core"] = self.graphs
@@ -167,7 +167,7 @@ def capture_on(device: torch.device) -> Capture:
     return capture
 
 
-def graphed_model(lm: LanguageModel, wanted: bool | None) -> GraphedModel | None:
+def graphed_model(lm: LoopLM, wanted: bool | None) -> GraphedModel | None:
     """`lm` on CUDA graphs, or None to run it as it is. `wanted` None: on a CUDA device.
 
     Raises UserError when it is wanted and cannot be.

@@ -17,9 +17,9 @@ from looplm.inference.memory import free_bytes
 from looplm.inference.native import Kernels, LayerArgs, Unavailable
 from looplm.inference.native_block import NativeAttention, NativeBlock, NativeNorm, kernels_for
 from looplm.inference.native_pass import NativeTransformer
-from looplm.inference.passes import LanguageModel
 from looplm.model.attention import Attention
 from looplm.model.block import Block
+from looplm.model.language_model import LoopLM
 from looplm.model.looped import LoopedTransformer
 from looplm.model.norm import RMSNorm
 
@@ -75,7 +75,7 @@ class PackedModel:
     model: LoopedTransformer
     lm_head: nn.Linear
 
-    def __init__(self, original: LanguageModel, *, pack: bool, kernels: Kernels | None) -> None:
+    def __init__(self, original: LoopLM, *, pack: bool, kernels: Kernels | None) -> None:
         self.pack, self.kernels = pack, kernels
         self.layers: list[PackedLinear] = []
         self.blocks: list[NativeBlock] = []
@@ -138,19 +138,19 @@ def identity(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
-def weights_identity(lm: LanguageModel) -> tuple[tuple[int, int], ...]:
+def weights_identity(lm: LoopLM) -> tuple[tuple[int, int], ...]:
     """Of all weights: another value after any of them has been changed in place, or replaced."""
     return tuple(identity(weight) for weight in (*lm.model.parameters(), lm.lm_head.weight))
 
 
-def can_pack(lm: LanguageModel) -> bool:
+def can_pack(lm: LoopLM) -> bool:
     """Whether packing helps here: bfloat16 on a CPU whose oneDNN multiplies it, in plain layers."""
     weights = [*lm.model.parameters(), lm.lm_head.weight]
     plain = all(p.device.type == "cpu" and p.dtype == torch.bfloat16 and not p.is_inference() for p in weights)
     return plain and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def packed_model(lm: LanguageModel, pack: bool | None, native: bool | None = None) -> PackedModel | None:
+def packed_model(lm: LoopLM, pack: bool | None, native: bool | None = None) -> PackedModel | None:
     """`lm` laid out for this CPU, or None to run it as it is. None for `pack`: where it helps and there is memory for
     it; for `native`: where kernels can be had.
 
@@ -160,7 +160,7 @@ def packed_model(lm: LanguageModel, pack: bool | None, native: bool | None = Non
     return PackedModel(lm, pack=packs, kernels=kernels) if packs or kernels is not None else None
 
 
-def _packs(lm: LanguageModel, wanted: bool | None) -> bool:
+def _packs(lm: LoopLM, wanted: bool | None) -> bool:
     if wanted is False:
         return False
     possible = can_pack(lm)
@@ -172,7 +172,7 @@ def _packs(lm: LanguageModel, wanted: bool | None) -> bool:
     return possible and (wanted is True or spare)
 
 
-def _kernels(lm: LanguageModel, wanted: bool | None) -> Kernels | None:
+def _kernels(lm: LoopLM, wanted: bool | None) -> Kernels | None:
     if wanted is False:
         return None
     try:

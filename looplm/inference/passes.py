@@ -1,29 +1,22 @@
 """Passes of the model over positions of several requests, on an explicit memory."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from looplm.inference.layout import Layout, Segment, lay_out
 from looplm.inference.memory import Memory
 from looplm.inference.native_block import reads_in_place
 from looplm.inference.native_pass import NativeTransformer
+from looplm.model.language_model import LoopLM
 from looplm.model.looped import LoopedTransformer
 
 LONGEST_RUN = 32
 """Positions of one request in a pass, up to which each is a row of its own to the kernels that read in place. Keys of
 longer runs are brought together once for all."""
-
-
-@runtime_checkable
-class LanguageModel(Protocol):
-    """A looped transformer with its head, as `looplm.load` returns it."""
-
-    model: LoopedTransformer
-    lm_head: nn.Linear
 
 
 class Work(NamedTuple):
@@ -131,7 +124,7 @@ def coda_pass(
 
 
 def read(
-    lm: LanguageModel, memory: Memory, positions: Sequence[tuple[int, int]], hidden: Float[Tensor, "N D"]
+    lm: LoopLM, memory: Memory, positions: Sequence[tuple[int, int]], hidden: Float[Tensor, "N D"]
 ) -> Float[Tensor, "N V"]:
     """Logits after single positions, given as (slot, position), through the coda where there is one."""
     if not lm.model.coda:

@@ -18,18 +18,19 @@ from looplm.inference.exit_policy import Signals, decides_per_position
 from looplm.inference.kv_cache import SHARED
 from looplm.inference.layout import Segment
 from looplm.inference.memory import Memory
-from looplm.inference.passes import LanguageModel, Work, coda_pass, core_pass, read
+from looplm.inference.passes import Work, coda_pass, core_pass, read
 from looplm.inference.request import Flight, Request
 from looplm.inference.sampling import token_logprobs
 from looplm.inference.screening import apply_screen
 from looplm.model.gate import exit_cdf
+from looplm.model.language_model import LoopLM
 
 HEAD_ROWS = 64
 """Prompt positions that the LM head reads at a time for their log-probabilities."""
 
 
 def prefill(
-    lm: LanguageModel, memory: Memory, requests: Sequence[Request], chunk_size: int, clock: Clock, emit: Emit
+    lm: LoopLM, memory: Memory, requests: Sequence[Request], chunk_size: int, clock: Clock, emit: Emit
 ) -> Work:
     """One pass over the prompts of `requests`, at most `chunk_size` positions of them in order.
 
@@ -119,7 +120,7 @@ def leaving(
     return now & ~earlier
 
 
-def read_out(lm: LanguageModel, memory: Memory, request: Request, segment: Segment) -> Work:
+def read_out(lm: LoopLM, memory: Memory, request: Request, segment: Segment) -> Work:
     """Takes down the positions of `segment` that leave now: for the coda, or for their log-probabilities."""
     if memory.readouts is None and not request.sampling.prompt_logprobs:
         return Work()
@@ -133,7 +134,7 @@ def read_out(lm: LanguageModel, memory: Memory, request: Request, segment: Segme
     return score(lm, request, positions, memory.hidden[places])
 
 
-def score(lm: LanguageModel, request: Request, positions: Sequence[int], hidden: Tensor) -> Work:
+def score(lm: LoopLM, request: Request, positions: Sequence[int], hidden: Tensor) -> Work:
     """Log-probabilities of the prompt tokens that follow `positions`, whose readouts are `hidden`, (N, D)."""
     prompt = request.prompt_token_ids
     if not request.prompt_logprobs:
@@ -161,7 +162,7 @@ def note_exits(memory: Memory, arrivals: Sequence[Arrival], clock: Clock, traine
             flight.loop = loop
 
 
-def read_prompt(lm: LanguageModel, memory: Memory, request: Request, chunk_size: int) -> tuple[Reading, int]:
+def read_prompt(lm: LoopLM, memory: Memory, request: Request, chunk_size: int) -> tuple[Reading, int]:
     """The coda over a prompt, in chunks, and the logits after its last position; with the rows that the head read."""
     assert memory.readouts is not None
     flight, stop = request.flights[0], len(request.prompt_token_ids)

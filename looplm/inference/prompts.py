@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from looplm.errors import UserError
 from looplm.inference.capacity import DoesNotFit
 from looplm.inference.exit_policy import ExitPolicy, FixedDepth, HiddenDiffExit, QuantileExit
-from looplm.inference.passes import LanguageModel
 from looplm.inference.sampling import SamplingParams, check_text, whole_numbers
 from looplm.inference.text import Tokenizer
+from looplm.model.language_model import LoopLM
 from looplm.model.looped import LoopedTransformer
 
 
@@ -33,7 +33,7 @@ Prompt = str | Sequence[int] | Parts
 
 
 @runtime_checkable
-class CheckpointModel(LanguageModel, Protocol):
+class CheckpointModel(LoopLM, Protocol):
     """A language model with what its checkpoint has saved, as `looplm.load` returns it."""
 
     config: Any
@@ -122,13 +122,13 @@ def one_for_each(name: str, given: Given | Sequence[Given], kind: type[Given], c
 
 def check_model(model: object) -> None:
     """Raises UserError for what is no looped language model, or one without numbers."""
-    if not isinstance(model, LanguageModel) or not isinstance(model.model, LoopedTransformer):
+    if not isinstance(model, LoopLM) or not isinstance(model.model, LoopedTransformer):
         raise UserError(f"The model is a {type(model).__name__}; give the engine what looplm.load returns.")
     if model.model.embed_tokens.weight.is_meta:
         raise UserError("The model is on the meta device, which holds shapes and no numbers; load it on cpu or cuda.")
 
 
-def model_defaults(model: LanguageModel) -> tuple[frozenset[int], ExitPolicy]:
+def model_defaults(model: LoopLM) -> tuple[frozenset[int], ExitPolicy]:
     """The end tokens and the exit rule that a checkpoint brings; none and all loops for a bare model."""
     all_loops = FixedDepth(model.model.config.num_loops)
     if not isinstance(model, CheckpointModel):

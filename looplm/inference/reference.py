@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from looplm.inference.exit_policy import ExitPolicy, FixedDepth, decides_per_position, exit_loops
-from looplm.inference.passes import LanguageModel
 from looplm.inference.sampling import SamplingParams, make_generator, penalised, sample, token_logprobs
+from looplm.model.language_model import LoopLM
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -30,7 +30,7 @@ class ReferenceResult:
 
 @torch.inference_mode()
 def generate(
-    lm: LanguageModel,
+    lm: LoopLM,
     prompt_token_ids: Sequence[int],
     sampling: SamplingParams,
     exit: ExitPolicy,
@@ -70,7 +70,7 @@ def pick(
 
 
 def next_logits(
-    lm: LanguageModel,
+    lm: LoopLM,
     token_ids: Sequence[int],
     exit: ExitPolicy,
     *,
@@ -102,7 +102,7 @@ def next_logits(
     return read_out(lm, hidden, loops)[:, -1], int(loops[0, -1])
 
 
-def prompt_logprobs(lm: LanguageModel, token_ids: Sequence[int], exit: ExitPolicy) -> list[float]:
+def prompt_logprobs(lm: LoopLM, token_ids: Sequence[int], exit: ExitPolicy) -> list[float]:
     """Log-probability of each token of a prompt but the first, every position read out at its own loop."""
     hidden, gate_logits = all_loops(lm, token_ids, exit)
     policy = exit if decides_per_position(exit) else FixedDepth(len(hidden))
@@ -111,7 +111,7 @@ def prompt_logprobs(lm: LanguageModel, token_ids: Sequence[int], exit: ExitPolic
 
 
 def all_loops(
-    lm: LanguageModel, token_ids: Sequence[int], exit: ExitPolicy
+    lm: LoopLM, token_ids: Sequence[int], exit: ExitPolicy
 ) -> tuple[Float[Tensor, "R 1 S D"], Float[Tensor, "R 1 S"]]:
     """Hidden states and gate logits of every loop that `exit` may reach, at every position."""
     model = lm.model
@@ -121,7 +121,7 @@ def all_loops(
     return torch.stack([r.hidden for r in results]), torch.stack([r.gate_logits for r in results])
 
 
-def read_out(lm: LanguageModel, hidden: Float[Tensor, "R 1 S D"], loops: Int[Tensor, "1 S"]) -> Float[Tensor, "1 S V"]:
+def read_out(lm: LoopLM, hidden: Float[Tensor, "R 1 S D"], loops: Int[Tensor, "1 S"]) -> Float[Tensor, "1 S V"]:
     """Logits with every position read out at its own loop, through the coda."""
     chosen = hidden.gather(0, (loops - 1)[None, :, :, None].expand(1, -1, -1, hidden.shape[-1]))[0]  # (1, S, D)
     context = lm.model.context(torch.zeros(chosen.shape[:2], dtype=torch.long, device=hidden.device))

@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from looplm.inference.exit_policy import ExitPolicy, FixedDepth, decides_per_position, exit_loops
-from looplm.inference.passes import LanguageModel
 from looplm.inference.reference import ReferenceResult, pick
 from looplm.inference.sampling import SamplingParams, make_generator, token_logprobs
 from looplm.model.attention import AttentionContext
 from looplm.model.cache import LoopIndex
 from looplm.model.flops import CacheStrategy
+from looplm.model.language_model import LoopLM
 from looplm.model.mask import causal_mask
 from looplm.model.rope import rope_cos_sin
 
@@ -38,7 +38,7 @@ def kept(strategy: CacheStrategy, executed: Sequence[KeyValue], loop_idx: int) -
 class Remembered:
     """A :class:`~looplm.model.cache.KVCache` of one sequence that never forgets."""
 
-    def __init__(self, lm: LanguageModel, strategy: CacheStrategy) -> None:
+    def __init__(self, lm: LoopLM, strategy: CacheStrategy) -> None:
         config = lm.model.config
         self.strategy: CacheStrategy = strategy
         first_core = config.num_prelude_layers
@@ -70,7 +70,7 @@ class Remembered:
             del self.executed[layer][position][loop:]
 
 
-def context(lm: LanguageModel, memory: Remembered, start: int, stop: int) -> AttentionContext:
+def context(lm: LoopLM, memory: Remembered, start: int, stop: int) -> AttentionContext:
     """What a pass over positions `start` to `stop` shares."""
     config, weight = lm.model.config, lm.model.embed_tokens.weight
     memory.start, memory.stop = start, stop
@@ -80,7 +80,7 @@ def context(lm: LanguageModel, memory: Remembered, start: int, stop: int) -> Att
 
 
 def run(
-    lm: LanguageModel, memory: Remembered, tokens: Sequence[int], start: int, num_loops: int
+    lm: LoopLM, memory: Remembered, tokens: Sequence[int], start: int, num_loops: int
 ) -> tuple[Float[Tensor, "R 1 S D"], Float[Tensor, "R 1 S"]]:
     """All loops over new positions; the hidden states and gate logits of every loop."""
     shared = context(lm, memory, start, start + len(tokens))
@@ -89,7 +89,7 @@ def run(
     return torch.stack([r.hidden for r in results]), torch.stack([r.gate_logits for r in results])
 
 
-def coda_logits(lm: LanguageModel, memory: Remembered, hidden: Float[Tensor, "1 S D"], start: int) -> Tensor:
+def coda_logits(lm: LoopLM, memory: Remembered, hidden: Float[Tensor, "1 S D"], start: int) -> Tensor:
     """(1, V) after the last of the positions from `start` on, which are read out as `hidden`."""
     shared = context(lm, memory, start, start + hidden.shape[1])
     return lm.lm_head(lm.model.run_coda(hidden, 0, shared)[:, -1])
@@ -97,7 +97,7 @@ def coda_logits(lm: LanguageModel, memory: Remembered, hidden: Float[Tensor, "1 
 
 @torch.inference_mode()
 def generate(
-    lm: LanguageModel,
+    lm: LoopLM,
     parts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     exit: ExitPolicy,

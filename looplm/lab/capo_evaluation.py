@@ -24,10 +24,11 @@ from transformers import PreTrainedTokenizerBase
 
 from looplm.data.packing import IGNORE_INDEX
 from looplm.data.tokenizer import boundary_token_ids
-from looplm.evaluation.record import LoopLM, record
+from looplm.evaluation.record import record
 from looplm.lab.capo import NUM_NAMES, NUM_VALUES, Biography, CapoTask
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import count_parameters
+from looplm.model.language_model import LoopLM
 
 ATTRIBUTES = ("name", *NUM_VALUES)
 _BATCH_ROWS = 64

@@ -22,7 +22,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from looplm.errors import UserError
-from looplm.evaluation.record import LoopLM
 from looplm.lab.task import (
     QUESTIONS,
     TASK,
@@ -34,6 +33,7 @@ from looplm.lab.task import (
     task_tokenizer,
 )
 from looplm.lab.task_evaluation import task_figures
+from looplm.model.language_model import LoopLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from looplm.data.evaluation_windows import evaluation_windows
 from looplm.evaluation.exit_curve import cross_entropy_at, loops_at
-from looplm.evaluation.record import DepthRecord, LoopLM, record
+from looplm.evaluation.record import DepthRecord, record
+from looplm.model.language_model import LoopLM
 from looplm.training.recipe import RunRecipe
 from looplm.training.run import sample_documents
 

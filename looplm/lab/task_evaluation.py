@@ -11,9 +11,10 @@ from torch import Tensor
 from looplm.data.packing import IGNORE_INDEX
 from looplm.evaluation.exit_curve import GateStatistics, gate_statistics, loops_at
 from looplm.evaluation.groups import GroupPoint, accuracy_by_group
-from looplm.evaluation.record import DepthRecord, LoopLM, record
+from looplm.evaluation.record import DepthRecord, record
 from looplm.lab.task import Task, at_least_one
 from looplm.model.gate import expected_loops
+from looplm.model.language_model import LoopLM
 
 EXTRA_LOOPS = 2
 """Loops beyond the trained depth that are measured by default."""

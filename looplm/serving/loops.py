@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from looplm.inference.exit_policy import ExitPolicy, FixedDepth, decides_per_position, exit_loops
-from looplm.inference.passes import LanguageModel
 from looplm.inference.reference import all_loops
 from looplm.inference.text import Tokenizer, token_texts
 from looplm.model.gate import exit_cdf
+from looplm.model.language_model import LoopLM
 from looplm.serving.worker import Alternatives
 
 CHUNK = 128
@@ -24,7 +24,7 @@ CHUNK = 128
 
 @torch.inference_mode()
 def prompt_scores(
-    lm: LanguageModel, token_ids: list[int], exit: ExitPolicy, top: int
+    lm: LoopLM, token_ids: list[int], exit: ExitPolicy, top: int
 ) -> tuple[list[float], list[Alternatives]]:
     """Log-probability of each token but the first, with `top` alternatives, every position at its own depth.
 
@@ -47,7 +47,7 @@ def prompt_scores(
 
 @torch.inference_mode()
 def loop_views(
-    lm: LanguageModel, tokenizer: Tokenizer, token_ids: list[int], *, start: int, top: int, num_loops: int | None
+    lm: LoopLM, tokenizer: Tokenizer, token_ids: list[int], *, start: int, top: int, num_loops: int | None
 ) -> dict[str, Any]:
     """For every token from `start` on and every loop: the exit cdf, the token's log-probability, the likeliest tokens.
 
@@ -84,12 +84,12 @@ def finite(logprob: float) -> float:
     return logprob if logprob > -9999.0 else -9999.0
 
 
-def _past_coda(lm: LanguageModel, hidden: Float[Tensor, "1 S D"]) -> Float[Tensor, "S D"]:
+def _past_coda(lm: LoopLM, hidden: Float[Tensor, "1 S D"]) -> Float[Tensor, "S D"]:
     context = lm.model.context(torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device))
     return lm.model.run_coda(hidden, 0, context)[0]
 
 
-def _log_distribution(lm: LanguageModel, states: Float[Tensor, "S D"]) -> Float[Tensor, "S V"]:
+def _log_distribution(lm: LoopLM, states: Float[Tensor, "S D"]) -> Float[Tensor, "S V"]:
     logits = lm.lm_head(states)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from looplm.inference.exit_policy import ExitPolicy
-from looplm.inference.passes import LanguageModel
+from looplm.model.language_model import LoopLM
 from looplm.serving import answers
 from looplm.serving.answers import ChatForm, CompletionForm, Form, Scored
 from looplm.serving.depth import exit_of, speculation_of
@@ -79,7 +79,7 @@ class Texts:
         engine = worker.engine
         self._worker, self._prompts, self._aside, self._metrics = worker, prompts, aside, metrics
         self._name, self._seconds = model_name, request_seconds
-        self._lm: LanguageModel = engine.model
+        self._lm: LoopLM = engine.model
         self._default_exit, self._trained = engine.default_exit, engine.model.model.config.num_loops
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
