@@ -6,17 +6,9 @@ from typing import Annotated
 import typer
 
 from looplm.cli import bench_cache, bench_inference
-from looplm.errors import UserError
+from looplm.cli.json_file import check_writable
 
 app = typer.Typer(help="Measure speed and memory on this machine, against the obvious way.", no_args_is_help=True)
-
-
-def check_writable(file: Path) -> None:
-    """Raises UserError now, rather than after minutes of work, if `file` cannot be written."""
-    try:
-        file.touch()
-    except OSError as error:
-        raise UserError(f"--json {file} cannot be written: {error.strerror}.") from None
 
 
 @app.command("train")

@@ -55,7 +55,7 @@ def cache(
 
     from rich.console import Console
 
-    from looplm.cli.bench import check_writable
+    from looplm.cli.json_file import check_writable
     from looplm.inference import QuantileExit
 
     if exit_threshold is not None:

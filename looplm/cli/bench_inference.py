@@ -234,7 +234,7 @@ def _show(figures: "Iterable[Figure]", sizes: "DecodeSizes", json_file: Path | N
     import torch
     from rich.console import Console
 
-    from looplm.cli.bench import check_writable
+    from looplm.cli.json_file import check_writable
 
     if json_file is not None:
         check_writable(json_file)

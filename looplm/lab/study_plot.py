@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from looplm.lab.study import Panel, Plan
-from looplm.lab.study_results import Place, Spread, spread_of
+from looplm.lab.study_figures import Place, Spread, spread_of
 
 _COLOURS = ("#1f6f8b", "#c2562d", "#5a8f3d", "#7b5ea7", "#b8860b", "#555555", "#c04f7d", "#2f4b9b")
 _MARKERS, _DASHES = "os^DvPX*", ("-", "--", "-.", ":")

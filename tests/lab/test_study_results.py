@@ -13,7 +13,8 @@ from rich.console import Console
 
 from looplm.errors import UserError
 from looplm.lab.study import Plan, plan_study
-from looplm.lab.study_results import RUN_COLUMNS, Place, Spread, gaps, gather, runs_csv, shown, write_results
+from looplm.lab.study_figures import Place, Spread, gather, shown
+from looplm.lab.study_results import RUN_COLUMNS, gaps, runs_csv, write_results
 
 GRID = "grid: {shape: [1x1, 1x2, 2x1], lr: {key: stages.0.optimizer.lr, values: [0.1, 0.2]}}, base"
 
