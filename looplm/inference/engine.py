@@ -21,12 +21,12 @@ from looplm.inference.exit_policy import ExitPolicy
 from looplm.inference.graphs import graphed_model
 from looplm.inference.intake import Intake
 from looplm.inference.memory import Memory
-from looplm.inference.packed import packed_model, weights_identity
+from looplm.inference.packed import kind_of, packed_model, weights_identity
 from looplm.inference.prefill import prefill
 from looplm.inference.prompts import Parts, Prompt, check_model, model_defaults, read_prompt
 from looplm.inference.request import FinishReason, Flight, Request
 from looplm.inference.results import EngineStats, GenerationResult, Piece, next_piece, result_of
-from looplm.inference.sampling import SamplingParams, check_number, token_logprobs
+from looplm.inference.sampling import MOST_AT_ONCE, SamplingParams, check_number, token_logprobs
 from looplm.inference.scheduler import Scheduler
 from looplm.inference.screening import Screen
 from looplm.inference.speculative import DraftHeads, Speculation
@@ -85,10 +85,12 @@ class Engine:
         limits = {"max_batch": max_batch, "max_len": max_len, "chunk_size": chunk_size, "memory_bytes": memory_bytes}
         for name, value in limits.items():
             if value is not None:
-                check_number(name, value, Integral, 1, math.inf)
+                check_number(name, value, Integral, 1, MOST_AT_ONCE if name == "max_batch" else math.inf)
+        if not callable(clock):
+            raise UserError(f"clock is {clock!r}; give a function that returns seconds.")
         self.model, self.tokenizer = model, tokenizer
         self._packed = packed_model(model, pack_weights, native_kernels)
-        self._weights = weights_identity(model)
+        self._weights, self._kind = weights_identity(model), kind_of(model)
         self._graphed = graphed_model(model, cuda_graphs)
         self._run_by: LoopLM = self._graphed or self._packed or model
         self.kv_cache: CacheStrategy = strategies[kv_cache]
@@ -115,6 +117,9 @@ class Engine:
         self._memory: Memory | None = None
         self._arrivals = False
         self._unlisted: set[Request] = set()
+        self._stepping = False
+        self._cancelled: list[Request] = []
+        """By a screen, in the step that is being made."""
 
     @property
     def runs(self) -> LoopLM:
@@ -211,9 +216,16 @@ class Engine:
         return len(self._scheduler.waiting) + len(self._scheduler.running)
 
     def cancel(self, requests: Iterable[Request]) -> None:
-        """Ends requests at once, whatever they are at; slot and memory are free for others. Finished ones stay so."""
+        """Ends requests at once, whatever they are at; slot and memory are free for others. Finished ones stay so.
+
+        Called by a screen, it takes effect at the end of the step. Raises UserError for a request of another engine.
+        """
         for request in requests:
-            if request.finish_reason is None:
+            if request.finish_reason is None and not self._scheduler.holds(request):
+                raise UserError("This request is not one of this engine's; cancel it where it was submitted.")
+            if self._stepping:
+                self._cancelled.append(request)
+            elif request.finish_reason is None:
                 self._finish(request, "cancelled")
 
     def result(self, request: Request) -> GenerationResult:
@@ -233,7 +245,13 @@ class Engine:
         weights = weights_identity(self.model)
         if weights == self._weights:
             return
+        if kind_of(self.model) != self._kind:
+            raise UserError(
+                "The model's dtype or device has changed since the engine was made; make a new engine of it."
+            )
         self._weights = weights
+        for request in self._scheduler.running:
+            request.shared = False
         if self._packed is not None:
             self._packed.refresh()
         if self._graphed is not None:
@@ -275,9 +293,20 @@ class Engine:
             self.cancel(requests)
             self._unlisted.difference_update(requests)
 
+    def _step(self) -> list[Request]:
+        outer, self._stepping = self._stepping, True
+        try:
+            finished = self._advance()
+        finally:
+            self._stepping = outer
+        if self._cancelled and not outer:
+            asked, self._cancelled = self._cancelled, []
+            self.cancel(asked)
+        return finished
+
     # Not around the generators: the mode would leak into the caller between two results.
     @torch.inference_mode()
-    def _step(self) -> list[Request]:
+    def _advance(self) -> list[Request]:
         """Admits what can begin, one pass over prompts, one tick; returns the requests that have finished."""
         scheduler, stats = self._scheduler, self.stats
         finished: list[Request] = []

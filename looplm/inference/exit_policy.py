@@ -260,6 +260,8 @@ def parse_exit(text: str, option: str) -> ExitPolicy:
         number = int(value) if name == "stable" else float(value)
     except ValueError:
         raise UserError(f"{option} is {text!r}; give {EXITS}.") from None
+    if not int(name == "stable") <= number < math.inf:
+        raise UserError(f"{option} is {text!r}; its number must be finite, from {int(name == 'stable')}.")
     if name == "hidden-diff":
         return HiddenDiffExit(number)
     if name == "kl":

@@ -69,7 +69,8 @@ template <class T, int Outs, int Ins> inline void dots(const T *w, const T *x, i
     for (; a + 4 <= Outs * Ins; a += 4) totals(acc + a, sums + a);
     for (; a < Outs * Ins; a++) sums[a] = total(acc[a]);
     for (; k < size; k++)
-        for (a = 0; a < Outs * Ins; a++) sums[a] += widen(w[a / Ins * size + k]) * widen(x[a % Ins * size + k]);
+        for (a = 0; a < Outs * Ins; a++)  // fused by name: left to the compiler, rows beside others get other bits
+            sums[a] = std::fma(Wide<T>(widen(w[a / Ins * size + k])), Wide<T>(widen(x[a % Ins * size + k])), sums[a]);
 }
 
 template <class T> struct Product {
@@ -143,20 +144,32 @@ template <class T> inline void add_weighted(Wide<T> weight, const T *values, int
     for (; i < d; i++) out[i] += weight * widen(values[i]);
 }
 
-// Query heads `first` to `last` of one row, over the keys and values at `count` places. A place is read whole, in order
-// of memory, before the next one.
-template <class T>
-void attend_row(const Layer &l, const int64_t *places, int64_t count, int64_t first, int64_t last, const T *queries,
-                const T *keys, const T *values, T *out) {
-    int64_t d = l.head_dim, row = l.kv_heads * d, group = l.heads / l.kv_heads, num = last - first;
-    Wide<T> *scores = scratch<Wide<T>>(8, num * count), *sums = scratch<Wide<T>>(9, num * d);
-    Wide<T> scale = 1 / std::sqrt(Wide<T>(d)), product;
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t h = 0; h < num; h++) {
-            dots<T, 1, 1>(keys + places[j] * row + (first + h) / group * d, queries + h * d, d, &product);
-            scores[h * count + j] = product * scale;
-        }
-    for (int64_t h = 0; h < num; h++) {
+// Places whose values are added up before they join the rest, whoever adds them: the same bits for any number of threads.
+constexpr int64_t STRETCH = 256;
+
+// What query heads `first` to `last` of one row read: keys and values at `count` places.
+template <class T> struct Reading {
+    const Layer &l;
+    const int64_t *places;
+    int64_t count, first, last;
+    const T *queries, *keys, *values;
+    Wide<T> *scores;  // of a head after the other
+
+    int64_t num() const { return last - first; }
+    int64_t stretches() const { return (count + STRETCH - 1) / STRETCH; }
+    const T *at(const T *stored, int64_t j, int64_t h) const {
+        return stored + (places[j] * l.kv_heads + (first + h) / (l.heads / l.kv_heads)) * l.head_dim;
+    }
+    // A place is read whole, in order of memory, before the next one.
+    void score(int64_t stretch) const {
+        Wide<T> scale = 1 / std::sqrt(Wide<T>(l.head_dim)), product;
+        for (int64_t j = stretch * STRETCH; j < std::min(count, (stretch + 1) * STRETCH); j++)
+            for (int64_t h = 0; h < num(); h++) {
+                dots<T, 1, 1>(at(keys, j, h), queries + h * l.head_dim, l.head_dim, &product);
+                scores[h * count + j] = product * scale;
+            }
+    }
+    void softmax(int64_t h) const {
         Wide<T> *weights = scores + h * count, most = weights[0], sum = 0;
         for (int64_t j = 1; j < count; j++) most = weights[j] > most ? weights[j] : most;
         for (int64_t j = 0; j < count; j++) weights[j] -= most;
@@ -165,11 +178,47 @@ void attend_row(const Layer &l, const int64_t *places, int64_t count, int64_t fi
         for (int64_t j = 0; j < count; j++) sum += weights[j];
         for (int64_t j = 0; j < count; j++) weights[j] /= sum;
     }
-    std::fill(sums, sums + num * d, Wide<T>(0));
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t h = 0; h < num; h++)
-            add_weighted<T>(scores[h * count + j], values + places[j] * row + (first + h) / group * d, d, sums + h * d);
-    for (int64_t i = 0; i < num * d; i++) out[i] = narrow<T>(sums[i]);
+    void add_up(int64_t stretch, Wide<T> *sums) const {
+        std::fill(sums, sums + num() * l.head_dim, Wide<T>(0));
+        for (int64_t j = stretch * STRETCH; j < std::min(count, (stretch + 1) * STRETCH); j++)
+            for (int64_t h = 0; h < num(); h++)
+                add_weighted<T>(scores[h * count + j], at(values, j, h), l.head_dim, sums + h * l.head_dim);
+    }
+};
+
+// All of it by one thread.
+template <class T> void attend_row(Reading<T> reading, T *out) {
+    int64_t size = reading.num() * reading.l.head_dim;
+    reading.scores = scratch<Wide<T>>(8, reading.num() * reading.count);
+    Wide<T> *sums = scratch<Wide<T>>(9, 2 * size), *some = sums + size;
+    for (int64_t s = 0; s < reading.stretches(); s++) reading.score(s);
+    for (int64_t h = 0; h < reading.num(); h++) reading.softmax(h);
+    reading.add_up(0, sums);
+    for (int64_t s = 1; s < reading.stretches(); s++) {
+        reading.add_up(s, some);
+        for (int64_t i = 0; i < size; i++) sums[i] += some[i];
+    }
+    for (int64_t i = 0; i < size; i++) out[i] = narrow<T>(sums[i]);
+}
+
+// All of it by several threads, each of which reads places whole: parts of places, as many heads of each, are read more slowly by
+// two threads than whole ones by one.
+template <class T> void attend_long_row(Reading<T> reading, int64_t threads, T *out) {
+    int64_t size = reading.num() * reading.l.head_dim, stretches = reading.stretches();
+    reading.scores = scratch<Wide<T>>(8, reading.num() * reading.count);
+    Wide<T> *sums = scratch<Wide<T>>(9, stretches * size);
+    parallel(threads, stretches, [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; s++) reading.score(s);
+    });
+    parallel(threads, reading.num(), [&](int64_t begin, int64_t end) {
+        for (int64_t h = begin; h < end; h++) reading.softmax(h);
+    });
+    parallel(threads, stretches, [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; s++) reading.add_up(s, sums + s * size);
+    });
+    for (int64_t s = 1; s < stretches; s++)
+        for (int64_t i = 0; i < size; i++) sums[i] += sums[s * size + i];
+    for (int64_t i = 0; i < size; i++) out[i] = narrow<T>(sums[i]);
 }
 
 // Stores the keys and values of all rows, then lets every row read those of its slot and loop up to its position.
@@ -190,16 +239,26 @@ void attend(const Layer &l, const Rows &r, const T *q, const T *k, const T *v, T
             memcpy(values + own, v + n * row, row * sizeof(T));
         }
     });
-    parallel(r.threads, r.count * l.heads, [&](int64_t begin, int64_t end) {
+    auto reading = [&](int64_t n, int64_t first, int64_t last) {
+        const int64_t *at = r.rows + 4 * n, count = at[3];
+        int64_t *places = scratch<int64_t>(0, count);
+        for (int64_t j = 0; j < count; j++) places[j] = place(at, j);
         T *queries = scratch<T>(11, l.heads * d);
+        const T *from = q + n * l.heads * d;
+        for (int64_t h = first; h < last; h++) turn(from + h * d, l.q_norm, count - 1, queries + (h - first) * d);
+        return Reading<T>{l, places, count, first, last, queries, keys, values, nullptr};
+    };
+    int64_t longest = 0;
+    for (int64_t n = 0; n < r.count; n++) longest = std::max(longest, r.rows[4 * n + 3]);
+    if (r.threads > 1 && r.count % r.threads && r.count < 4 * r.threads && longest > 2 * STRETCH) {
+        for (int64_t n = 0; n < r.count; n++)
+            attend_long_row<T>(reading(n, 0, l.heads), r.threads, out + n * l.heads * d);
+        return;
+    }
+    parallel(r.threads, r.count * l.heads, [&](int64_t begin, int64_t end) {
         while (begin < end) {
             int64_t n = begin / l.heads, first = begin % l.heads, last = std::min(l.heads, first + end - begin);
-            const int64_t *at = r.rows + 4 * n, count = at[3];
-            int64_t *places = scratch<int64_t>(0, count);
-            for (int64_t j = 0; j < count; j++) places[j] = place(at, j);
-            const T *from = q + n * l.heads * d;
-            for (int64_t h = first; h < last; h++) turn(from + h * d, l.q_norm, count - 1, queries + (h - first) * d);
-            attend_row<T>(l, places, count, first, last, queries, keys, values, out + (n * l.heads + first) * d);
+            attend_row<T>(reading(n, first, last), out + (n * l.heads + first) * d);
             begin += last - first;
         }
     });

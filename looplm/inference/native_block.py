@@ -115,6 +115,8 @@ def kernels_for(model: LoopedTransformer) -> Kernels:
         for module in block.modules():
             if type(module) not in plain:
                 raise Unavailable(f"its layers hold a {type(module).__name__}")
+        if len({norm.eps for norm in block.children() if isinstance(norm, RMSNorm)}) > 1:
+            raise Unavailable("the norms of a layer have several eps")
     if any(changed(module) for module in model.modules()):
         raise Unavailable("something has been put before its layers: a hook, or a compiled or wrapped forward")
     return Kernels(dtypes.pop())

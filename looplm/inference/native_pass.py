@@ -12,7 +12,7 @@ from looplm.inference.kv_cache import SHARED
 from looplm.inference.layout import Segment
 from looplm.inference.memory import Memory
 from looplm.inference.native import Kernels, PassArgs, address
-from looplm.inference.native_block import FEW, NativeBlock
+from looplm.inference.native_block import FEW, NativeBlock, NativeNorm
 from looplm.model.injection import LayerInjections
 from looplm.model.looped import LoopedTransformer
 from looplm.model.norm import RMSNorm
@@ -33,6 +33,7 @@ class NativeTransformer(LoopedTransformer):
     def prepare(self) -> None:
         """Looks at the model anew: parameters may have been replaced."""
         plain = type(self.embed_tokens) is nn.Embedding and type(self.early_exit_gate) is nn.Linear
+        plain = plain and all(_known(norm, self.config.rms_norm_eps) for norm in (self.norm, self.core_exit_norm))
         between = self.lora is not None or isinstance(self.injection, LayerInjections)
         self.one_call, self.pointed = plain and not between, None
 
@@ -93,3 +94,8 @@ class NativeTransformer(LoopedTransformer):
         args.raw_hidden = config.num_coda_layers > 0 and config.coda_input == "raw"
         args.eps = config.rms_norm_eps
         return args, arrays
+
+
+def _known(norm: nn.Module, eps: float) -> bool:
+    """Whether the kernel computes this norm: the package's own, or none."""
+    return type(norm) is nn.Identity or (type(norm) is NativeNorm and norm.eps == eps)

@@ -143,6 +143,11 @@ def weights_identity(lm: LoopLM) -> tuple[tuple[int, int], ...]:
     return tuple(identity(weight) for weight in (*lm.model.parameters(), lm.lm_head.weight))
 
 
+def kind_of(lm: LoopLM) -> tuple[torch.dtype, torch.device]:
+    """What an engine lays out its memory for."""
+    return lm.lm_head.weight.dtype, lm.lm_head.weight.device
+
+
 def can_pack(lm: LoopLM) -> bool:
     """Whether packing helps here: bfloat16 on a CPU whose oneDNN multiplies it, in plain layers."""
     weights = [*lm.model.parameters(), lm.lm_head.weight]

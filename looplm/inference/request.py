@@ -141,6 +141,10 @@ class Request:
     accepted: int = 0
     draft_reads: int = 0
     """Rows that `draft_head` has read."""
+    dropped_loops: int = 0
+    """Computed at positions that have been forgotten again."""
+    shared: bool = True
+    """Whether what is computed for it may serve others; not once the weights have changed on the way."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = [token for part in self.parts for token in part]
@@ -215,6 +219,7 @@ class Request:
 
     def truncate(self, num_positions: int) -> None:
         """Forgets what was computed for positions from `num_positions` on."""
+        self.dropped_loops += sum(max(0, count - num_positions) for count in self.filled)
         self.filled = [min(count, num_positions) for count in self.filled]
 
     def token_loops(self) -> list[int]:
@@ -224,3 +229,10 @@ class Request:
             return [self.max_loops, *self.loops[1:]][: len(self.loops)]
         first = len(self.prompt_token_ids) - 1
         return [sum(n > first + i for n in self.filled) for i in range(len(self.token_ids))]
+
+    def rejected_token_loops(self) -> int:
+        """Loops computed by now at positions of drafts that did not stand, or came after the end."""
+        if self.speculation is None:
+            return 0
+        read_out = len(self.prompt_token_ids) - 1 + len(self.token_ids)
+        return self.dropped_loops + sum(max(0, count - read_out) for count in self.filled)

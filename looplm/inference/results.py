@@ -33,6 +33,8 @@ class GenerationResult:
     """Claimed depth: the loop, 1 to R, at which each token was read out."""
     token_loops: list[int]
     """Loops computed in the end at the position each token was read out at, catch-up for later tokens included."""
+    rejected_token_loops: int
+    """Loops computed beside these at positions of drafts that did not stand."""
     finish_reason: FinishReason
     error: str | None = None
     """What went wrong, for "error"; the reason a screen gave, for "screened"."""
@@ -112,6 +114,7 @@ def result_of(request: Request, tokenizer: Tokenizer | None) -> GenerationResult
         prompt_logprobs=request.prompt_logprobs if sampling.prompt_logprobs else None,
         loops=request.loops,
         token_loops=request.token_loops(),
+        rejected_token_loops=request.rejected_token_loops(),
         finish_reason=request.finish_reason,
         error=request.error,
     )

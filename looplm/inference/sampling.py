@@ -8,6 +8,7 @@ float32 and bfloat16 wherever the margin of choice exceeds rounding.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from numbers import Integral, Real
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from looplm.errors import UserError
 
 SEED_LIMIT = 2**63
+MOST_AT_ONCE = 2**16
+"""Requests of a batch, and samples of a prompt: each takes some memory before anything runs."""
 SAMPLE_SEED_STRIDE = 0x9E3779B97F4A7C15
 """Odd and far from small: sample j of one seed is not sample 0 of a neighbouring seed."""
 
@@ -60,12 +63,12 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(whole_numbers("stop_token_ids", self.stop_token_ids)))
         ranges: tuple[tuple[str, type, int | float, int | float], ...] = (
             ("max_tokens", Integral, 1, math.inf),
-            ("temperature", Real, 0, math.inf),
+            ("temperature", Real, 0, 1e6),
             ("top_k", Integral, 0, math.inf),
             ("top_p", Real, 0, 1),
             ("min_p", Real, 0, 1),
             ("repetition_penalty", Real, 1e-6, 1e6),
-            ("n", Integral, 1, math.inf),
+            ("n", Integral, 1, MOST_AT_ONCE),
         )
         for name, kind, low, high in ranges:
             check_number(name, getattr(self, name), kind, low, high)
@@ -77,7 +80,8 @@ class SamplingParams:
 
 def check_number(name: str, value: object, kind: type, low: int | float, high: int | float) -> None:
     """Raises UserError unless `value` is a number of `kind` (`numbers.Integral` or `Real`) from `low` to `high`."""
-    if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
+    fits = isinstance(value, kind) and not isinstance(value, bool | Fraction)
+    if not fits or not low <= value <= high:  # type: ignore[operator]
         noun = "a whole number" if kind is Integral else "a number"
         upper = "" if high == math.inf else f" to {high}"
         raise UserError(f"{name} is {value!r}; it must be {noun} from {low}{upper}.")

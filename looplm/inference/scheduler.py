@@ -34,6 +34,10 @@ class Scheduler:
         waiting = [r for r in self.waiting if r.family is not None and r.family.places is not None]
         return [*self.prefilling, *self.decoding, *waiting]
 
+    def holds(self, request: Request) -> bool:
+        """Whether it waits or runs here."""
+        return request in self.waiting or request in self.prefilling or request in self.decoding
+
     def add(self, requests: Iterable[Request]) -> None:
         """Puts requests at the end of the queue."""
         self.waiting += requests
@@ -103,7 +107,7 @@ class Scheduler:
         """Moves a request on to decoding; its prompt is kept for those that begin alike."""
         self.prefilling.remove(request)
         self.decoding.append(request)
-        if self.share:
+        if self.share and request.shared:
             self._keep_prompt(request, memory)
         family = request.family
         if family is not None:
@@ -126,7 +130,7 @@ class Scheduler:
         (self.prefilling if request in self.prefilling else self.decoding).remove(request)
         if family is not None and family.first is request and family.places is None:
             family.first = None  # another sample computes the prompt
-        if self.share and request.finish_reason in ("stop", "length"):
+        if self.share and request.shared and request.finish_reason in ("stop", "length"):
             self._keep_text(request, memory)
         self.free_slots.append(request.slot)
         memory.release(request)

@@ -38,6 +38,10 @@ class Stop:
 
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str):
+            raise UserError(f"reason of Stop is {self.reason!r}; give a text.")
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -120,7 +124,7 @@ def checked(verdict: object, vocab_size: int) -> Verdict:
         if not verdict.token_ids:
             raise UserError(f"{type(verdict).__name__} without tokens; return None to let a token pass.")
         for token in verdict.token_ids:
-            if not isinstance(token, Integral) or not 0 <= token < vocab_size:
+            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab_size:
                 raise UserError(f"{type(verdict).__name__} has {token!r}, which is no token of {vocab_size}.")
         if isinstance(verdict, Mask) and len(set(verdict.token_ids)) == vocab_size:
             raise UserError("Mask forbids every token; return Stop to end the text.")

@@ -60,10 +60,13 @@ def find_stop(tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str
     """Whether one of `stop` stands in the text of the last tokens, so that the newest one may have completed it.
 
     A token adds at least a byte, so only as many tokens as the longest string has bytes are decoded, and a few more
-    because the first decoded character may be cut.
+    because the first decoded character may be cut; and more where special tokens, which are not shown, lie between.
     """
-    reach = max(len(string.encode()) for string in stop) + 4
+    reach = needed = max(len(string.encode()) for string in stop) + 4
     tail = tokenizer.decode(list(token_ids[-reach:]), skip_special_tokens=True)
+    while len(tail.encode()) < needed and reach < len(token_ids):
+        reach *= 2
+        tail = tokenizer.decode(list(token_ids[-reach:]), skip_special_tokens=True)
     return any(string in tail for string in stop)
 
 

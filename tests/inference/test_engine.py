@@ -313,8 +313,18 @@ def test_stop_strings_need_a_tokenizer(make_lm):
         Engine(make_lm()).generate([[1]], SamplingParams(max_tokens=2, stop="x"))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
-    "options", [{"max_batch": 0}, {"max_len": -1}, {"chunk_size": 0}, {"kv_cache": "latest"}, {"memory_bytes": 0}]
+    "options",
+    [
+        {"max_batch": 0},
+        {"max_len": -1},
+        {"chunk_size": 0},
+        {"kv_cache": "latest"},
+        {"memory_bytes": 0},
+        {"max_batch": 10**9},
+        {"clock": 3},
+    ],
 )
 def test_impossible_engines_are_refused(options, make_lm):
     with pytest.raises(UserError, match=next(iter(options))):

@@ -10,6 +10,7 @@ import torch
 
 from looplm.errors import UserError
 from looplm.inference import native
+from looplm.inference.blocks import BLOCK_SIZE
 from looplm.inference.engine import Engine
 from looplm.inference.exit_policy import FixedDepth, QuantileExit
 from looplm.inference.layout import Segment, lay_out
@@ -20,6 +21,7 @@ from looplm.inference.packed import PackedModel, kernels_for, packed_model
 from looplm.inference.passes import core_pass
 from looplm.inference.request import Request
 from looplm.inference.sampling import SamplingParams
+from looplm.model.norm import RMSNorm
 
 TEN = SamplingParams(max_tokens=10, logprobs=True)
 built = not isinstance(native.library(), native.Unavailable)
@@ -28,16 +30,16 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 PLACEMENTS = ["ouro", "pre", "magic", "post", "sandwich"]
 
 
-def filled_memory(model, strategy="per_loop"):
+def filled_memory(model, strategy="per_loop", positions=40):
     """A memory with two requests of 40 positions whose places do not lie side by side, and keys everywhere."""
-    memory = Memory(model, strategy, num_slots=3, num_blocks=9, num_loops=4)
+    memory = Memory(model, strategy, num_slots=3, num_blocks=2 * -(-positions // BLOCK_SIZE) + 3, num_loops=4)
     taken = memory.blocks.take(2)
     for slot in (2, 0):
         request = Request(
-            index=0, sample=0, parts=[[1] * 40], sampling=TEN, exit=FixedDepth(4), max_loops=4,
+            index=0, sample=0, parts=[[1] * positions], sampling=TEN, exit=FixedDepth(4), max_loops=4,
             end_token_ids=frozenset(), generator=None,
         )  # fmt: skip
-        memory.reserve(request, slot, [])
+        assert memory.reserve(request, slot, [])
         if taken:
             memory.blocks.drop(taken[:1])
             taken = taken[1:]
@@ -125,6 +127,33 @@ def test_threads_share_the_work(threads, make_lm):
         torch.set_num_threads(before)
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_long_texts_are_read_by_all_threads_and_get_the_same_bits(dtype, make_lm):
+    """One row, or three, of more than two stretches of places; alone or beside others; by one thread or more."""
+    lm = make_lm("gqa", max_position_embeddings=1024).to(dtype)
+    model = PackedModel(lm, pack=False, kernels=kernels_for(lm.model)).model
+    together = [Segment(2, 1, 650, 651), Segment(0, 0, 600, 602)]
+    alone = [Segment(2, 1, 650, 651), Segment(0, 0, 600, 601), Segment(0, 0, 601, 602)]
+    before, states = torch.get_num_threads(), []
+    for passes, threads, run_by in (
+        ([together], 1, model), ([together], 2, model), ([[one] for one in alone], 2, model), ([together], 1, lm.model)
+    ):  # fmt: skip
+        memory = filled_memory(lm.model, positions=700)
+        memory.states.copy_(torch.randn(memory.states.shape, generator=torch.Generator().manual_seed(5)))
+        try:
+            torch.set_num_threads(threads)
+            with torch.inference_mode():
+                for segments in passes:
+                    core_pass(run_by, memory, segments, [[]] * len(segments), changes=False)
+        finally:
+            torch.set_num_threads(before)
+        memory.states[memory.cache.trash_place] = 0  # PyTorch's padding goes there
+        states.append(memory.states)
+    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
+    torch.testing.assert_close(states[0], states[3], atol=TOLERANCE[dtype] * 10, rtol=TOLERANCE[dtype])
+
+
 WHOLE = [
     {},
     {"injection": "scalar"},
@@ -198,6 +227,20 @@ def test_a_row_gets_the_same_bits_beside_others(make_lm):
     together = head(x)
     for row in range(16):
         assert torch.equal(head(x[row : row + 1])[0], together[row])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_products_of_any_width_do_not_depend_on_other_rows(dtype):
+    """Also where the width leaves a rest that fills no vector."""
+    kernels, generator = native.Kernels(dtype), torch.Generator().manual_seed(0)
+    for size in (5, 8, 12, 24, 33, 40, 72):
+        x, weight, bias = (
+            torch.randn(*shape, generator=generator).to(dtype) for shape in ((32, size), (37, size), (37,))
+        )
+        alone = torch.cat([kernels.linear(row[None], weight, bias) for row in x])
+        for rows in (2, 3, 4, 5, 7, 32):
+            assert torch.equal(kernels.linear(x[:rows], weight, bias), alone[:rows]), (size, rows)
 
 
 @needs_kernels
@@ -303,6 +346,31 @@ def test_a_model_that_is_not_plain_runs_as_it_is(way, make_lm):
     else:
         lm.model.norm.float()
     assert packed_model(lm, False) is None
+
+
+class DoubledNorm(RMSNorm):
+    """Not what its class says: twice as large."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@needs_kernels
+@pytest.mark.parametrize("way", ["layer norm", "subclass", "eps", "eps of a layer", "exit eps"])
+def test_norms_that_the_kernels_do_not_know_are_pytorch_s(way, make_lm):
+    lm = make_lm("ouro", norm_placement="magic" if way == "exit eps" else "ouro")
+    if way == "layer norm":
+        lm.model.norm = torch.nn.LayerNorm(12).double()
+    elif way == "subclass":
+        lm.model.norm.__class__ = DoubledNorm
+    else:
+        layer = lm.model.layers[0].input_layernorm
+        {"eps": lm.model.norm, "eps of a layer": layer, "exit eps": lm.model.core_exit_norm}[way].eps = 0.5
+    ours, theirs = (
+        next(Engine(lm, native_kernels=native).generate([[1, 2, 3]], TEN, FixedDepth(4))) for native in (None, False)
+    )
+    assert ours.token_ids == theirs.token_ids
+    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-9)
 
 
 @needs_kernels

@@ -60,6 +60,33 @@ def test_what_was_computed_with_other_weights_is_not_used_again(make_lm):
     assert after == fresh
 
 
+def test_weights_that_change_while_a_prompt_is_read(make_lm):
+    """It goes on, half old and half new, but serves no other."""
+    lm = make_lm()
+    engine, prompt = Engine(lm, chunk_size=4), [3, 1, 4, 1, 5, 9] * 6
+    (request,) = engine.submit(prompt, TEN, FixedDepth(4))
+    engine.step()
+    assert request.prefilling
+    with torch.no_grad():
+        lm.model.layers[0].self_attn.v_proj.weight.mul_(-1.3)
+    engine.submit([1, 2, 3], TEN, FixedDepth(4))
+    while engine.num_unfinished:
+        engine.step()
+    (after,) = engine.generate([[*prompt, 5, 6]], TEN, FixedDepth(4))
+    (fresh,) = Engine(lm, chunk_size=4).generate([[*prompt, 5, 6]], TEN, FixedDepth(4))
+    assert after.token_ids == fresh.token_ids
+    assert after.logprobs == pytest.approx(fresh.logprobs, abs=1e-12)
+    assert engine.stats.shared_prompt_tokens == 0
+
+
+def test_another_dtype_wants_another_engine(make_lm):
+    lm = make_lm()
+    engine = Engine(lm)
+    lm.float()
+    with pytest.raises(UserError, match="dtype or device has changed"):
+        engine.generate([[1, 2, 3]], TEN, FixedDepth(4))
+
+
 @needs_bf16
 def test_a_forward_is_bit_for_bit(make_lm):
     lm = wide(make_lm)

@@ -1,6 +1,7 @@
 """Sampling parameters, and the distributions that tokens are drawn from."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -17,11 +18,15 @@ from looplm.inference.sampling import (
 )
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("max_tokens", 0),
         ("temperature", -0.1),
+        ("temperature", Fraction(1, 2)),
+        ("temperature", 10**400),
+        ("n", 10**6),
         ("temperature", math.nan),
         ("top_k", -1),
         ("top_p", 1.1),

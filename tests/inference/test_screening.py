@@ -128,7 +128,12 @@ def test_a_screen_that_raises_ends_its_request_alone(shape, make_lm):
 
 @pytest.mark.parametrize(
     ("verdict", "message"),
-    [(True, "it returned True"), (Mask([29]), "29, which is no token"), (Redirect([]), "without tokens")],
+    [
+        (True, "it returned True"),
+        (Mask([29]), "29, which is no token"),
+        (Redirect([]), "without tokens"),
+        (Redirect([True]), "True, which is no token"),
+    ],
 )
 def test_a_verdict_that_is_none_is_said(verdict, message, make_lm):
     screen = Screen(lambda p: verdict)
@@ -146,3 +151,31 @@ def test_it_costs_a_read_of_the_head_where_there_was_none(make_lm):
 def test_impossible_screens_are_refused(look, loops):
     with pytest.raises((UserError, Exception), match="Screen"):
         Screen(look, loops)
+
+
+@pytest.mark.parametrize("loops", [1, 3])
+def test_a_screen_may_cancel(loops, make_lm):
+    """Itself or another: at the end of the step, and nobody else is touched."""
+    engine = Engine(make_lm())
+    requests = []
+
+    def look(preview):
+        if len(preview.token_ids) == 3:
+            engine.cancel(requests[:2])
+
+    requests += engine.submit(PROMPT, TEN, FixedDepth(4), screen=Screen(look, loops))
+    requests += engine.submit([7, 8], TEN, FixedDepth(4))
+    requests += engine.submit([5], TEN, FixedDepth(4))
+    while engine.num_unfinished:
+        engine.step()
+    assert [request.finish_reason for request in requests] == ["cancelled", "cancelled", "length"]
+    (expected,) = Engine(make_lm()).generate([[5]], TEN, FixedDepth(4))
+    assert requests[2].token_ids == expected.token_ids
+    with pytest.raises(UserError, match="not one of this engine's"):
+        Engine(make_lm()).cancel(engine.submit(PROMPT, TEN, FixedDepth(4)))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_reason_is_a_text():
+    with pytest.raises(UserError, match="reason of Stop is 3"):
+        Stop(3)  # type: ignore[arg-type]

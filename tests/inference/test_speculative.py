@@ -59,6 +59,18 @@ def test_drafts_from_a_part_of_the_vocabulary_change_no_text(draft_vocab, make_l
     assert len([token for token in seen if token in allowed]) >= 0.7 * len(seen)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("exit", [FixedDepth(4), QuantileExit(0.5), HiddenDiffExit(2.0)], ids=str)
+@pytest.mark.parametrize("draft_tokens", [1, 3, 30])
+def test_every_loop_is_accounted_for(exit, draft_tokens, make_lm, make_prompts):
+    """What texts have cost, drafts that did not stand included, is what the engine has run."""
+    engine = Engine(make_lm("scalar_lora"), max_batch=4)
+    results = list(engine.generate(make_prompts(5, seed=8), GREEDY, exit, speculation=Speculation(1, draft_tokens)))
+    assert sum(result.rejected_token_loops for result in results) > 0
+    computed = sum(sum(result.token_loops[1:]) + result.rejected_token_loops for result in results)
+    assert computed == engine.stats.token_loops
+
+
 @pytest.mark.parametrize(("draft_vocab", "brief"), [(None, False), (29, True), (5, True)])
 def test_reads_of_the_short_head_are_counted_apart(draft_vocab, brief, agreeing):
     engine = Engine(agreeing)

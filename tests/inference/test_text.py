@@ -63,6 +63,13 @@ def test_a_stop_string_of_many_bytes_is_found(tokenizer):
     assert find_stop(tokenizer, token_ids, ["🙂日本"])
 
 
+def test_a_stop_string_across_special_tokens_is_found(tokenizer):
+    """They are not shown, and so do not part it."""
+    ids = [*tokenizer.encode("the c"), *[tokenizer.eos_token_id] * 40, *tokenizer.encode("at sat")]
+    assert final_text(tokenizer, ids, ("cat",)) == "the "
+    assert find_stop(tokenizer, ids, ("cat",)) and not find_stop(tokenizer, ids, ("dog",))
+
+
 def test_final_text_is_cut_before_the_earliest_stop(tokenizer):
     token_ids = tokenizer.encode("the cat sat on the mat")
     assert final_text(tokenizer, token_ids, []) == "the cat sat on the mat"
