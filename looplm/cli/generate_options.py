@@ -37,6 +37,11 @@ class Depth:
                 raise UserError("--draft-tokens is how many tokens --draft-loops drafts; give both, or neither.")
             if self.draft_vocab is not None:
                 raise UserError("--draft-vocab is what --draft-loops may draft; give both, or neither.")
+        if self.draft_loops is not None and self.num_loops is not None and self.draft_loops >= self.num_loops:
+            raise UserError(
+                f"--draft-loops is {self.draft_loops}, but every token leaves at loop {self.num_loops}: nothing would "
+                "test a draft. Give an earlier loop, or leave it out."
+            )
         if self.draft_loops is not None and self.kv_cache != "per_loop":
             raise UserError(f"--draft-loops needs --kv-cache per_loop, not {self.kv_cache}.")
         check_kv_cache(self.kv_cache)

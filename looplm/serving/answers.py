@@ -38,16 +38,22 @@ def finish_reason(result: GenerationResult) -> str:
     raise EngineFailed(result.error or f"The text was ended before it was complete ({result.finish_reason}).")
 
 
+def decode_token_loops(result: GenerationResult) -> int:
+    """Positions times loops computed in decoding, drafts that did not stand included. The first token is read out of
+    the prompt, which is apart."""
+    return sum(result.token_loops[1:]) + result.rejected_token_loops
+
+
 def usage(prompts: Sequence[Sequence[int]], finished: Sequence[Finished]) -> dict[str, Any]:
-    """Tokens, and the loops they took: `token_loops` computed at the positions of the generated tokens, and
-    `claimed_loops`, the sum of their depths."""
+    """Tokens, and the loops they took, as `/metrics` counts them: `token_loops` computed in decoding, drafts that did
+    not stand included, and `claimed_loops`, the sum of the depths of the generated tokens."""
     prompt_tokens = sum(len(prompt) for prompt in prompts)
     completion_tokens = sum(len(one.result.token_ids) for one in finished)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "token_loops": sum(sum(one.result.token_loops) for one in finished),
+        "token_loops": sum(decode_token_loops(one.result) for one in finished),
         "claimed_loops": sum(sum(one.result.loops) for one in finished),
     }
 
@@ -61,6 +67,7 @@ def depths(finished: Finished) -> dict[str, Any]:
         "loops": result.loops,
         "token_loops": result.token_loops,
         "weight_passes": finished.weight_passes,
+        "rejected_token_loops": result.rejected_token_loops,
     }
 
 

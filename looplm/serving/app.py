@@ -17,7 +17,7 @@ from starlette.responses import Response
 from looplm.errors import UserError
 from looplm.inference.engine import Engine
 from looplm.inference.exit_policy import QuantileExit
-from looplm.serving.depth import checked_loops
+from looplm.serving.depth import check_loops
 from looplm.serving.errors import ApiError, Json, as_api_error
 from looplm.serving.json_body import JsonRoute
 from looplm.serving.limits import Guard, Limits
@@ -144,8 +144,7 @@ class Server:
     async def loops(self, body: LoopsRequest, request: Request) -> Response:
         """What every loop says of a text."""
         self._check_model(body.model)
-        if body.num_loops is not None:
-            checked_loops(body.num_loops, self._trained)
+        check_loops(body.num_loops, self._trained)
         self._prompts.check_size(body.prompt)
 
         async def view() -> Any:

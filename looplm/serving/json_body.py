@@ -33,10 +33,21 @@ class JsonRoute(APIRoute):
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
+        if not _is_unicode(name):
+            raise json.JSONDecodeError(f"the field {name[:64]!r} is not valid Unicode", "", 0)
         if name in found:
             raise json.JSONDecodeError(f"{name[:64]!r} is given twice", "", 0)
         found[name] = value
     return found
+
+
+def _is_unicode(name: str) -> bool:
+    """Whether it is more than half of a surrogate pair, which JSON can write and nothing can read."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _no_number(name: str) -> NoReturn:

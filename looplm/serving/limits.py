@@ -104,7 +104,9 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         """Raises ApiError for a request that is refused before its body is read."""
         headers = {name: value for name, value in scope["headers"]}
-        if self.limits.loopback_only and _host(headers.get(b"host", b"")) not in LOOPBACK:
+        # HTTP/1.0 needs no name, and no browser speaks it.
+        host = headers.get(b"host", b"localhost" if scope["http_version"] == "1.0" else b"")
+        if self.limits.loopback_only and _host(host) not in LOOPBACK:
             raise ApiError(403, "This server answers only to localhost. Start it with --host to open it to others.")
         if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return

@@ -39,9 +39,11 @@ class PromptReader:
         read: list[tuple[list[int], SamplingParams]] = []
         for index, prompt in enumerate(body.prompts):
             try:
+                if body.max_tokens == 0:  # it is given back, and nothing follows it
+                    read.append((self.token_ids(prompt), self._sampling(body, 1)))
+                    continue
                 token_ids = part_token_ids(prompt, self.tokenizer, first=True)
-                max_tokens = max(body.max_tokens, 1) if body.max_tokens is not None else None
-                read.append(self._checked(body, token_ids, max_tokens, DEFAULT_TOKENS))
+                read.append(self._checked(body, token_ids, body.max_tokens, DEFAULT_TOKENS))
             except UserError as error:
                 raise UserError(f"Prompt {index}: {error}" if len(body.prompts) > 1 else str(error)) from None
         return read
@@ -77,10 +79,20 @@ class PromptReader:
         self, body: CompletionRequest | ChatRequest, token_ids: list[int], max_tokens: int | None, default: int
     ) -> tuple[list[int], SamplingParams]:
         if max_tokens is None:
-            max_tokens = max(1, min(default, self._max_len - len(token_ids)))
+            max_tokens = min(default, self._max_len - len(token_ids))
+            if max_tokens < 1:
+                raise UserError(
+                    f"The prompt has {len(token_ids)} tokens; with one to write that is more than the "
+                    f"{self._max_len} positions of the context. Shorten the prompt."
+                )
+        sampling = self._sampling(body, max_tokens)
+        read_prompt(token_ids, sampling, self.tokenizer, self._vocab_size, self._max_len)
+        return token_ids, sampling
+
+    def _sampling(self, body: CompletionRequest | ChatRequest, max_tokens: int) -> SamplingParams:
+        """How it is continued. Raises UserError for end tokens that there are not."""
         sampling = body.sampling(max_tokens)
         for token in sampling.stop_token_ids:
             if not 0 <= token < self._vocab_size:
                 raise UserError(f"stop_token_ids has {token}; token ids go from 0 to {self._vocab_size - 1}.")
-        read_prompt(token_ids, sampling, self.tokenizer, self._vocab_size, self._max_len)
-        return token_ids, sampling
+        return sampling

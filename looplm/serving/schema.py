@@ -67,7 +67,7 @@ class Generation(Body):
     draft_loops: Annotated[int, Field(ge=1)] | None = None
     draft_tokens: Annotated[int, Field(ge=1, le=64)] | None = None
     return_depths: bool = False
-    """Whether choices carry `token_ids`, `loops` and `token_loops`."""
+    """Whether choices carry their tokens, the loop of each, and what was computed for them."""
 
     # Extras for sampling.
     top_k: Annotated[int, Field(ge=0)] | None = None

@@ -7,11 +7,13 @@ from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from types import FrameType
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from looplm.errors import UserError
+from looplm.serving.errors import ApiError
 
 HEADER_SECONDS = 20.0
 """For the head of a request to come in, counted from its first byte or from the connection."""
@@ -64,6 +66,23 @@ class PatientProtocol(H11Protocol):
             self._stall = None
         super().resume_writing()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, as all errors are answered."""
+        answer = ApiError(400, msg, headers={"connection": "close"}).response()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # or something has been answered already
+            headers = list(answer.raw_headers)
+            for event in (
+                h11.Response(status_code=400, headers=headers),
+                h11.Data(bytes(answer.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """Never: what asks for WebSockets is answered over HTTP. uvicorn would say how to install them."""
+        return False
+
     def _expect_head(self) -> None:
         self._head = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
@@ -80,7 +99,7 @@ def reserve(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         listener.close()
         raise _cannot_listen(host, port, error) from None
     return listener

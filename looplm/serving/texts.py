@@ -12,10 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from looplm.inference.exit_policy import ExitPolicy
+from looplm.inference.speculative import Speculation
 from looplm.model.language_model import LoopLM
 from looplm.serving import answers
 from looplm.serving.answers import ChatForm, CompletionForm, Form, Scored
-from looplm.serving.depth import exit_of, speculation_of
+from looplm.serving.depth import check_loops, exit_of, speculation_of
 from looplm.serving.errors import Json, as_api_error
 from looplm.serving.loops import prompt_scores
 from looplm.serving.metrics import Metrics
@@ -85,7 +86,7 @@ class Texts:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
         started = asyncio.get_running_loop().time()
-        exit, speculation = exit_of(body, self._trained), speculation_of(body)
+        exit, speculation = self._depth(body)
         self._worker.check_size(len(body.prompts) * (body.n or 1))
         for prompt in body.prompts:
             self._prompts.check_size(prompt)
@@ -105,11 +106,17 @@ class Texts:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answers in a conversation."""
         started = asyncio.get_running_loop().time()
-        exit, speculation = exit_of(body, self._trained), speculation_of(body)
+        exit, speculation = self._depth(body)
         self._worker.check_size(body.n or 1)
         ids, params = await self._aside.read(self._prompts.chat, body)
         ticket = Ticket(prompt=ids, sampling=params, exit=exit, speculation=speculation, top=body.top)
         return await self._answer(request, body, [ticket], ChatForm(self._prompts.tokenizer), [], started)
+
+    def _depth(self, body: Generation) -> tuple[ExitPolicy | None, Speculation | None]:
+        """When tokens leave, and what is drafted. Raises UserError when impossible."""
+        check_loops(body.num_loops, self._trained)
+        exit = exit_of(body)
+        return exit, speculation_of(body, exit or self._default_exit)
 
     async def _answer(
         self,

@@ -59,7 +59,13 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         (TEXTS, {"model": MODEL, "prompt": "x", "num_loops": 9}, 400, None, "at most 8"),
         (TEXTS, {"model": MODEL, "prompt": "x", "exit_threshold": -1}, 400, "exit_threshold", "greater"),
         (TEXTS, {"model": MODEL, "prompt": "x", "exit": "kl:x"}, 400, None, "hidden-diff:EPS"),
-        (TEXTS, {"model": MODEL, "prompt": "x", "exit": "kl:nan"}, 400, None, "from 0"),
+        (TEXTS, {"model": MODEL, "prompt": "x", "exit": "kl:nan"}, 400, None, "exit is 'kl:nan'; its number must be"),
+        (TEXTS, {"model": MODEL, "prompt": "x", "exit": "stable:0"}, 400, None, "finite, from 1"),
+        (TEXTS, {"model": MODEL, "prompt": "x", "num_loops": 4, "draft_loops": 4}, 400, None, "leaves at loop 4"),
+        (TEXTS, {"model": MODEL, "prompt": "x", "num_loops": 1, "draft_loops": 3}, 400, None, "leaves at loop 1"),
+        (TEXTS, {"model": MODEL, "prompt": [1] * 2048}, 400, None, "2048 tokens; with one to write that is more than"),
+        (TEXTS, {"model": MODEL, "prompt": [1] * 2048, "max_tokens": 1}, 400, None, "max_tokens 1 that is 2049"),
+        (TEXTS, {"model": MODEL, "prompt": [1] * 2049, "max_tokens": 0, "echo": True}, 400, None, "has 2049 tokens"),
         (TEXTS, {"model": MODEL, "prompt": "x", "exit": "kl:1", "num_loops": 1}, 400, None, "give one of them"),
         (TEXTS, {"model": MODEL, "prompt": "x", "draft_tokens": 1}, 400, None, "give both"),
         (TEXTS, {"model": MODEL, "prompt": "x", "draft_loops": 1, "logprobs": 1}, 400, None, "draft_loops"),
@@ -111,7 +117,8 @@ def test_what_is_wrong_is_said(
         (b'{"prompt": ' + b"[" * 100_000, "JSON"),
         (b'{"model": "stdlib-small", "prompt": "\\ud800"}', "not valid Unicode"),
         (b'{"model": "\\ud800", "prompt": "x"}', "does not exist|Unicode|string"),
-        (b'{"\\ud800": 1}', "JSON object"),
+        (b'{"\\ud83d": 1}', "the field '\\ud83d' is not valid Unicode"),
+        (b'{"model": "stdlib-small", "prompt": "x", "metadata": {"\\ud83d": 1}}', "is not valid Unicode"),
     ],
 )
 def test_what_is_no_json(http: httpx.Client, content: bytes, said: str) -> None:
@@ -186,9 +193,40 @@ def test_what_is_no_http(server: Any) -> None:
     ):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
             raw.sendall(sent)
-            assert raw.recv(100).startswith(b"HTTP/1.1 4")
+            head, _, content = raw.makefile("rb").read().partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 4") and b"content-type: application/json" in head
+            error = json.loads(content)["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["message"].endswith(".")
     with server.client() as client:
         assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_what_is_no_http_after_an_answer_only_ends_the_connection(
+    server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request that is refused by its head, before its body has come."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        raw.sendall(head)
+        assert raw.recv(20).startswith(b"HTTP/1.1 403")
+        raw.sendall(b"zz\r\n")
+        assert b"HTTP/1.1" not in raw.makefile("rb").read()
+    assert not [one for one in caplog.records if one.name == "asyncio"]
+
+
+def test_http_1_0_names_no_host(server: Any) -> None:
+    for head, status in ((b"", b"200"), (b"Host: evil.example\r\n", b"403")):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+            raw.sendall(b"GET /health HTTP/1.0\r\n" + head + b"\r\n")
+            assert raw.makefile("rb").readline().split()[1] == status
+
+
+def test_web_sockets_are_answered_over_http(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger="uvicorn.error")
+    ask = {"upgrade": "websocket", "connection": "Upgrade", "sec-websocket-key": "eA==", "sec-websocket-version": "13"}
+    with server.client() as client:
+        assert client.get("/health", headers=ask).json() == {"status": "ok"}
+    assert not caplog.records
 
 
 def test_a_body_may_come_in_chunks(http: httpx.Client) -> None:

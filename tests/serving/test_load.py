@@ -5,8 +5,7 @@ A short form of `benchmarks/serve_load.py`. In float64, where batch-mates change
 
 import asyncio
 import gc
-import importlib.util
-import sys
+import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,17 +17,13 @@ import pytest
 import looplm
 from looplm.serving.worker import Call
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "serve_load.py"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serve_load", BENCHMARK)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["serve_load"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("serve_load")
 
 
 def kept_calls() -> list[Call]:

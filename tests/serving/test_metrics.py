@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 
 def shown(text: str) -> dict[str, float]:
     """Samples by name, with their labels."""
@@ -34,6 +36,33 @@ def test_counts_are_the_engines(serve: Callable[..., Any]) -> None:
     assert found['looplm_http_requests_total{path="/v1/completions",status="200"}'] == 3
     assert found['looplm_http_requests_total{path="other",status="404"}'] == 1
     assert found["looplm_first_token_seconds_count"] == 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"num_loops": 4},
+        {"draft_loops": 1},
+        {"draft_loops": 1, "draft_tokens": 64},
+        {"num_loops": 3, "draft_loops": 1, "draft_tokens": 5},
+        {"temperature": 0.9, "seed": 3, "n": 3, "draft_loops": 1, "draft_tokens": 4},
+    ],
+)
+def test_what_texts_say_they_took_is_what_the_server_has_counted(
+    serve: Callable[..., Any], extra: dict[str, Any]
+) -> None:
+    """Drafts that did not stand included, and prompts apart."""
+    body = {"model": "stdlib-small", "prompt": "import os", "max_tokens": 40, "temperature": 0, "return_depths": True}
+    with serve().client() as http:
+        answer = http.post("/v1/completions", json={**body, **extra}).json()
+        found = shown(http.get("/metrics").text)
+    usage, choices = answer["usage"], answer["choices"]
+    assert usage["token_loops"] == found["looplm_token_loops_total"]
+    assert usage["claimed_loops"] == found["looplm_claimed_loops_total"]
+    rejected = [choice["rejected_token_loops"] for choice in choices]
+    assert usage["token_loops"] == sum(sum(choice["token_loops"][1:]) for choice in choices) + sum(rejected)
+    assert any(rejected) == ("draft_loops" in extra)
 
 
 def test_what_waits_is_counted(serve: Callable[..., Any], make_engine: Callable[..., Any]) -> None:

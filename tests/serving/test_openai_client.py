@@ -32,7 +32,9 @@ def test_completion_is_the_engines(client: openai.OpenAI, make_engine: Callable[
     assert choice.text == result.text and choice.finish_reason == "length"
     assert answer.usage is not None and answer.usage.prompt_tokens == len(result.prompt_token_ids)
     assert answer.usage.completion_tokens == 12 and answer.usage.total_tokens == len(result.prompt_token_ids) + 12
-    assert answer.usage.model_extra == {"token_loops": sum(result.token_loops), "claimed_loops": sum(result.loops)}
+    # The first token is read out of the prompt.
+    extra = {"token_loops": sum(result.token_loops[1:]), "claimed_loops": sum(result.loops)}
+    assert answer.usage.model_extra == extra
 
 
 def test_n_and_seed_are_the_engines(client: openai.OpenAI, make_engine: Callable[..., looplm.Engine]) -> None:
@@ -101,6 +103,12 @@ def test_echo_alone_scores_a_prompt(client: openai.OpenAI) -> None:
     assert scored.usage is not None and scored.usage.completion_tokens == 0
 
 
+def test_a_prompt_that_fills_the_context_can_be_scored(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=[1] * 2048, max_tokens=0, logprobs=0, echo=True)
+    found = answer.choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None and len(found.token_logprobs) == 2048
+
+
 def test_n_with_alternatives_is_n_without(client: openai.OpenAI) -> None:
     """Alternatives are seen by a screen, which has every sample run as a request of its own."""
     asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "n": 3, "seed": 11}
@@ -152,6 +160,7 @@ def test_chat(client: openai.OpenAI, make_engine: Callable[..., looplm.Engine], 
         ({"exit": "hidden-diff:3"}, looplm.HiddenDiffExit(3)),
         ({"exit": "stable:1"}, looplm.ConfidenceExit(stable_loops=1)),
         ({"exit_threshold": 0.9, "draft_loops": 1, "draft_tokens": 2}, looplm.QuantileExit(0.9)),
+        ({"exit_threshold": 0.9, "draft_loops": 10**20}, looplm.QuantileExit(0.9)),  # every token leaves before: final
         ({"deadline_ms": 0}, looplm.Deadline(0)),
     ],
 )
@@ -176,8 +185,10 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-4", prompt="x")
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model=MODEL, prompt="x", max_tokens=-1)
-    with pytest.raises(openai.BadRequestError, match="more than the 2048 positions"):
+    with pytest.raises(openai.BadRequestError, match="with one to write that is more than the 2048 positions"):
         client.completions.create(model=MODEL, prompt="x " * 5000)
+    with pytest.raises(openai.BadRequestError, match="with one to write that is more than the 2048 positions"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x " * 5000}])
 
 
 def test_key(serve: Callable[..., Any]) -> None:

@@ -1,15 +1,7 @@
-"""The playground in a real browser, driven over its DevTools pipe. With LOOPLM_SCREENSHOTS=DIR it leaves pictures."""
+"""The playground in a real browser. With LOOPLM_SCREENSHOTS=DIR it leaves pictures."""
 
-import base64
-import json
 import os
 import re
-import select
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -17,141 +9,9 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PLACE_FILES = """
-import fcntl, os, sys
-there, back = (fcntl.fcntl(int(one), fcntl.F_DUPFD, 10) for one in sys.argv[1:3])
-os.dup2(there, 3)
-os.dup2(back, 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
-"""Chromium reads commands from file 3 and answers on file 4."""
+from looplm.serving.limits import Limits
 
-
-class Browser:
-    """One page. Raises AssertionError for whatever goes wrong in it."""
-
-    def __init__(self) -> None:
-        assert CHROMIUM is not None
-        self._profile = tempfile.TemporaryDirectory(prefix="looplm-browser-", ignore_cleanup_errors=True)
-        there, self._write = os.pipe()
-        self._read, back = os.pipe()
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-        options += ["--disable-background-networking", "--remote-debugging-pipe", "--no-proxy-server"]
-        command = [CHROMIUM, *options, f"--user-data-dir={self._profile.name}", "about:blank"]
-        start = [sys.executable, "-c", PLACE_FILES, str(there), str(back), *command]
-        self._process = subprocess.Popen(
-            start, pass_fds=(there, back), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        os.close(there)
-        os.close(back)
-        self._buffer, self._number, self._session = b"", 0, None
-        self.errors: list[str] = []
-        self.requested: list[str] = []
-        """Addresses that the page has asked for."""
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.send(f"{domain}.enable")
-
-    def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command, and its result."""
-        self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
-        if self._session is not None:
-            message["sessionId"] = self._session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._receive()
-            if answer.get("id") == self._number:
-                assert "error" not in answer, answer["error"]
-                return answer["result"]
-            self._notice(answer)
-
-    def _receive(self) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            assert select.select([self._read], [], [], 60)[0], "the browser does not answer"
-            piece = os.read(self._read, 65536)
-            assert piece, "the browser has ended"
-            self._buffer += piece
-        line, self._buffer = self._buffer.split(b"\0", 1)
-        return json.loads(line)
-
-    def _notice(self, event: dict[str, Any]) -> None:
-        params = event.get("params", {})
-        if event.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(str(params["exceptionDetails"]))
-        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
-            self.errors.append(params["entry"]["text"])
-        elif event.get("method") == "Network.requestWillBeSent":
-            self.requested.append(params["request"]["url"])
-
-    def open(self, url: str) -> None:
-        """Goes to an address, and waits until it is there."""
-        self.send("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
-
-    def run(self, script: str) -> Any:
-        """The value of a JavaScript expression, a promise's once it is kept."""
-        found = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
-
-    def wait(self, condition: str, seconds: float = 60.0) -> None:
-        """Until a JavaScript expression is true."""
-        until = time.monotonic() + seconds
-        while not self.run(condition):
-            assert time.monotonic() < until, f"never true: {condition}; {self.run('document.body.innerText')}"
-            time.sleep(0.05)
-
-    def key(self, name: str, *, code: int = 0, text: str = "", modifiers: int = 0) -> None:
-        """Presses a key, as a keyboard does. modifiers: 2 is Ctrl."""
-        common = {"key": name, "windowsVirtualKeyCode": code, "modifiers": modifiers}
-        self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
-        self.send("Input.dispatchKeyEvent", type="keyUp", **common)
-
-    def type(self, text: str) -> None:
-        """Into what has the focus."""
-        self.send("Input.insertText", text=text)
-
-    def point(self, selector: str) -> None:
-        """Moves the mouse over an element."""
-        x, y = self._centre(f"document.querySelector({json.dumps(selector)})")
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def touch(self, selector: str) -> None:
-        """Taps an element with a finger."""
-        element = f"document.querySelector({json.dumps(selector)})"
-        self.run(f"{element}.scrollIntoView({{block: 'center'}})")
-        x, y = self._centre(element)
-        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-
-    def _centre(self, element: str) -> list[float]:
-        box = f"{element}.getBoundingClientRect()"
-        return self.run(f"(() => {{ const b = {box}; return [b.x + b.width / 2, b.y + b.height / 2] }})()")
-
-    def look(self, width: int, height: int, scheme: str) -> None:
-        """The size of the window, and whether it is light or dark."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.send("Emulation.setDeviceMetricsOverride", **size)
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, as PNG."""
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def close(self) -> None:
-        """Ends the browser."""
-        self._process.terminate()
-        self._process.wait(10)
-        os.close(self._write)
-        os.close(self._read)
-        self._profile.cleanup()
-
-
-# --- The page -------------------------------------------------------------------------------------------------------
+from .browser import CHROMIUM, Browser
 
 SIZES = {"desktop": (1200, 900), "phone": (390, 844)}
 
@@ -320,6 +180,108 @@ def test_chat_goes_on_with_what_was_said(page: Browser) -> None:
     assert prompt > page.run("panes[0].answers[0].final.prompt_token_ids.length") + 12
 
 
+def test_a_refused_message_is_no_part_of_the_chat(page: Browser) -> None:
+    page.run("$('chat').click(); $('compare').click()")
+    page.run("$('prompt').value = 'Open a file'; $('go').click()")
+    done(page)
+    before = page.run("panes.map((pane) => [pane.messages.length, pane.at.text.textContent])")
+    # One of two panes is refused: the turn is gone from both.
+    page.run("panes[1].depth = () => ({ num_loops: 99 }); $('prompt').value = 'hello'; $('go').click()")
+    page.wait("running === null")
+    assert "at most 8" in page.run("$('status').textContent")
+    assert page.run("panes.map((pane) => [pane.messages.length, pane.at.text.textContent])") == before
+    page.errors[:] = [error for error in page.errors if "400" not in error]
+    page.run("delete panes[1].depth; $('go').click()")
+    done(page)
+    for pane in (0, 1):
+        messages = page.run(f"panes[{pane}].messages")
+        assert [one["role"] for one in messages] == ["user", "assistant"] * 2 and messages[2]["content"] == "hello"
+
+
+def test_while_a_text_is_written_nothing_takes_its_place(page: Browser, server: Any) -> None:
+    page.run("$('chat').click(); $('max-tokens').value = 1500; $('prompt').focus()")
+    page.type("Open a file")
+    page.run("$('fresh').focus()")
+    page.key("Enter", code=13, text="\r")  # an empty chat is begun anew
+    page.run("$('go').click()")
+    page.wait("panes[0].answer.tokens.length > 3")
+    for control in ("$('compare')", "$('fresh')", "$('go')", "document.querySelector('[value=text]')"):
+        page.run(f"{control}.click()")
+        assert page.run(f"{control}.disabled"), control
+    page.run("$('numbers').click()")
+    assert page.run("panes.length === 1 && running !== null && $('chat').checked")
+    assert page.run("document.activeElement.id") == "stop"  # what had the focus cannot be used now
+    page.run("$('stop').click()")
+    page.wait("$('status').textContent === 'Stopped.'")
+    assert [one["role"] for one in page.run("panes[0].messages")] == ["user", "assistant"]
+    assert page.run("document.activeElement.id") == "go"
+    page.run("$('fresh').click()")
+    assert page.run("panes[0].messages.length + panes[0].at.text.childNodes.length") == 0
+    page.run("document.querySelector('[value=text]').click(); $('compare').click()")
+    assert page.run("panes.length") == 2
+    assert server.idle(5)
+
+
+def test_a_token_that_is_gone_is_looked_at_no_more(page: Browser) -> None:
+    page.run("$('compare').click(); $('go').click()")
+    done(page)
+    page.point("#pane-B .token:last-child")
+    page.wait("document.querySelectorAll('#look tbody tr').length === 4")
+    page.run("panes[0].clear()")
+    assert page.run("$('look').childNodes.length") == 1  # it is of the other text
+    page.run("$('compare').click()")
+    assert page.run("$('look').childNodes.length") == 0
+    page.run("$('go').click()")
+    done(page)
+    page.point("#pane-A .token:last-child")
+    page.wait("document.querySelectorAll('#look tbody tr').length === 4")
+    page.run("$('chat').click()")
+    assert page.run("$('look').childNodes.length") == 0
+
+
+def test_counts_are_the_servers_with_drafts_too(page: Browser, serve: Any) -> None:
+    page.open(serve().url)
+    page.wait("panes.length === 1")
+    page.run("$('max-tokens').value = 40; $('draft').value = '1'; $('go').click()")
+    done(page)
+    page.wait("$('server-tokens').textContent === '40'")
+    assert page.run("panes[0].answer.final.rejected_token_loops") > 0
+    for row, total in (("work", "loops"), ("passes", "passes")):
+        assert cells(page, row) == page.run(
+            f"['', '-all', '-saved'].map((end) => $('server-{total}' + end).textContent)"
+        )
+    # A pane that goes no deeper than drafts do has none.
+    page.run("$('draft').value = '2'")
+    drag(page, "loops-A", 2)
+    page.run("$('go').click()")
+    done(page)
+    assert loops(page) == [2] * 40
+    page.requested.clear()  # of a server of its own
+
+
+def test_every_loop_has_its_colour(page: Browser) -> None:
+    drag(page, "loops-A", 8)
+    page.run("$('go').click()")
+    done(page)
+    spans = "[...document.querySelectorAll('.legend span')]"
+    colours = page.run(f"{spans}.map((one) => getComputedStyle(one).backgroundColor)")
+    assert len(colours) == len(set(colours)) == 8
+    page.run("$('text-A').focus()")
+    page.key("Home", code=36)
+    page.wait("document.querySelectorAll('#look tbody tr').length === 8")
+    assert page.run("getComputedStyle(document.querySelector('#look .left')).backgroundColor") == colours[7]
+    look_everywhere(page, "eight")
+
+
+def test_a_key_may_have_any_letters(page: Browser, serve: Any) -> None:
+    page.open(serve(Limits(api_key="ä日")).url)
+    page.wait("$('status').textContent.includes('API key')")
+    page.run("$('key').value = 'ä日'; $('key').dispatchEvent(new Event('change'))")
+    page.wait("panes.length === 1")
+    page.errors[:] = [error for error in page.errors if "401" not in error]
+    page.requested.clear()  # of a server of its own
+
+
 def test_what_goes_wrong_is_said_and_a_text_can_be_stopped(page: Browser, server: Any) -> None:
     page.run("$('max-tokens').value = 99999; $('go').click()")
     page.wait("$('status').classList.contains('error')")
@@ -344,7 +306,7 @@ def test_colours_can_be_read(scheme: str) -> None:
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    pairs = [("ink", ground) for ground in ("page", "card", "shallow", "deep")]
+    pairs = [("ink", ground) for ground in ("page", "card", "shallow", "deep", "beyond")]
     pairs += [("soft", "page"), ("soft", "card"), ("accent", "card"), ("accent-ink", "accent"), ("bad", "card")]
     for ink, ground in pairs:
         light, dark = sorted((luminance(colours[ink]), luminance(colours[ground])), reverse=True)
