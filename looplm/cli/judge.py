@@ -64,7 +64,7 @@ def judge_of(url: str, model: str, rubric: str, out: Path, attempts: int, second
     from looplm.evaluation.judge_client import Endpoint
     from looplm.evaluation.rubrics import find_rubric
 
-    endpoint = Endpoint(url, model, os.environ.get(JUDGE_KEY) or None, seconds)
+    endpoint = Endpoint(url, model, os.environ.get(JUDGE_KEY, "").strip() or None, seconds)
     return Judge(
         endpoint=endpoint,
         rubric=find_rubric(rubric),

@@ -95,7 +95,8 @@ def _tried(rule: ExitRule) -> dict[float, float]:
     """Finite thresholds and their mean depths, between neighbouring scores so that rounding decides nothing."""
     scores = rule.covering_thresholds(NUM_THRESHOLDS)
     between = [(low + high) / 2 for low, high in zip(scores, scores[1:], strict=False) if -inf < low and high < inf]
-    return {threshold: rule.loops(threshold).double().mean().item() for threshold in between}
+    first = [0.0] if rule.name == "gate" else []  # leave at once, which lies below all scores
+    return {threshold: rule.loops(threshold).double().mean().item() for threshold in (*first, *between)}
 
 
 def _calibration(record: DepthRecord, rule: ExitRule, threshold: float) -> Calibration:

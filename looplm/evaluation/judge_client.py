@@ -39,7 +39,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a judge is asked. Raises UserError for an address that is none.
+    """Where a judge is asked. Raises UserError for an address that is none, or a key that cannot be sent.
 
     url: up to and with the version, such as http://127.0.0.1:8000/v1. seconds: for one whole reply.
     """
@@ -50,9 +50,15 @@ class Endpoint:
     seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # half of an IPv6 address, a port that is no number
+            fits = False
+        if not fits:
             raise UserError(f"The judge's address is {self.url!r}; give one such as http://127.0.0.1:8000/v1.")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise UserError("The judge's API key holds characters that no header may carry, such as a line break.")
 
     def ask(self, messages: list[dict[str, str]]) -> str:
         """The text of one reply, at temperature 0.
@@ -75,7 +81,7 @@ class Endpoint:
             with error:
                 raise self.failure(error) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise TryAgain(self.hide(f"no reply ({error})")) from None
+            raise TryAgain(self.hide(f"no reply ({type(error).__name__}: {error})")) from None
         return self.text_of(content)
 
     def failure(self, error: urllib.error.HTTPError) -> Exception:

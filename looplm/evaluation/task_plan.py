@@ -5,9 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
 from lm_eval.tasks import TaskManager
 
 from looplm.errors import UserError
+from looplm.evaluation.kept_lines import file_digest
+
+TASK_ENDINGS = (".yaml", ".yml", ".py")
+DATA_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +58,34 @@ class TaskPlan:
     """Digest of the model's: a path may be trained again."""
 
     def of_task(self, choice: TaskChoice) -> dict[str, Any]:
-        """What a file of one task's scores must agree with, as JSON has it."""
-        return {**asdict(self), "tasks": asdict(choice)}
+        """What a file of one task's scores must agree with, as JSON has it: files by what is in them, too.
+
+        Raises UserError for a file that cannot be read.
+        """
+        files = [Path(file) for file in choice.data.values()]
+        if self.include_path is not None:
+            files += own_files(Path(self.include_path))
+        return {**asdict(self), "tasks": asdict(choice), "files": {str(file): file_digest(file) for file in files}}
+
+
+def own_files(folder: Path) -> list[Path]:
+    """The tasks and functions of a folder, and the data files that its YAML names.
+
+    Raises UserError for a folder that there is not, and a YAML file that cannot be read.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--include-path {folder} is no folder.")
+    found = sorted(path for path in folder.rglob("*") if path.suffix in TASK_ENDINGS and path.is_file())
+    named = []
+    for path in found:
+        if path.suffix != ".py":
+            try:
+                events = list(yaml.parse(path.read_text(encoding="utf-8")))
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise UserError(f"{path} is no YAML: {error}.") from None
+            words = [Path(event.value) for event in events if isinstance(event, yaml.ScalarEvent)]
+            named += [word for word in words if word.suffix in DATA_ENDINGS and word.is_file()]
+    return list(dict.fromkeys([*found, *named]))
 
 
 def task_manager(plan: TaskPlan) -> TaskManager:
@@ -80,7 +112,7 @@ def load_choice(manager: TaskManager, choice: TaskChoice, plan: TaskPlan, scratc
     name = choice.task if not choice.data else str(with_files(manager, choice, scratch))
     try:
         loaded: dict[str, Any] = dict(manager.load([name]))
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, StopIteration, DatasetsError, TemplateError) as error:
         raise UserError(
             f"lm-eval could not load the task {choice.task}: {str(error) or type(error).__name__} Data sets come from "
             "the Hugging Face hub unless they are in its cache; give a file instead: --task-data TASK=FILE."

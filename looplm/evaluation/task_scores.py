@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from looplm.errors import UserError
 from looplm.evaluation.bootstrap import document_sums, resample_weights, standard_error
 from looplm.evaluation.continuation import Continuation, Key
 from looplm.evaluation.lm_eval_adapter import LoopLMAdapter
@@ -85,6 +86,9 @@ def question_values(
             if one["filter"] != (filtered or "none") or not isinstance(one.get(name), int | float):
                 continue
             values.append(float(one[name]))
+            if category_field is not None and category_field not in one["doc"]:
+                fields = ", ".join(one["doc"])
+                raise UserError(f"--category {category_field}: a document of {task} has no such field, but {fields}.")
             categories.append(task if category_field is None else str(one["doc"][category_field]))
     return values, categories
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from lm_eval.evaluator import evaluate as lm_evaluate
 from lm_eval.tasks import TaskManager
 
@@ -106,6 +107,8 @@ class Sweep:
 
         Raises UserError for a task that lm-eval does not know, and for files of another plan.
         """
+        for choice in self.plan.tasks:
+            self.plan.of_task(choice)  # or a file that cannot be read would be found after the first task
         found = []
         for choice in self.plan.tasks:
             found += self._task(choice, settings, curve or Curve())
@@ -184,7 +187,10 @@ class Sweep:
         """What an earlier run has found. Raises UserError where it asked something else."""
         if not file.is_file():
             return None
-        held = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            held = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            raise UserError(f"{file} is damaged; delete it, and the same command makes it anew.") from None
         before, mine = held.pop("plan"), json.loads(json.dumps(self.plan.of_task(choice)))
         if before != mine:
             changed = [name for name in mine if before.get(name) != mine[name]]
@@ -214,6 +220,11 @@ def ask(adapter: LoopLMAdapter, plan: TaskPlan, setting: Setting, loaded: dict[s
             bootstrap_iters=BOOTSTRAP_ITERS,
             confirm_run_unsafe_code=plan.allow_code,
         )
+    except TemplateError as error:
+        raise UserError(
+            f"A question of {', '.join(loaded['tasks'])} does not fit the task's template: {error}. Its documents "
+            "need the fields that the template names."
+        ) from error
     except ValueError as error:
         if "unsafe" not in str(error):
             raise

@@ -14,7 +14,8 @@ def test_the_mean_depth_is_the_target(random_record, target):
     found = calibrate_depth(record, gate_exit(record), target)
     assert found.mean_loops == pytest.approx(target, abs=0.02)
     assert sum(loop * share for loop, share in enumerate(found.exit_shares, 1)) == pytest.approx(found.mean_loops)
-    assert 0 < found.threshold < 1
+    assert 0 <= found.threshold < 1
+    assert (found.threshold == 0) == (target == 1)  # leave at once
 
 
 def test_epsilon_has_the_other_sign(random_record):

@@ -103,7 +103,10 @@ def test_the_endpoint_may_ask_to_wait():
     assert (retry_after("2"), retry_after("-1"), retry_after("Wed, 21 Oct"), retry_after(None)) == (2, 0, None, None)
 
 
-@pytest.mark.parametrize("url", ["", "file:///etc/passwd", "127.0.0.1:8000"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "file:///etc/passwd", "127.0.0.1:8000", "http://[::1", "http://127.0.0.1:notaport/v1", "http://a:99999"],
+)
 def test_an_address_that_is_none(url):
     with pytest.raises(UserError):
         Endpoint(url, "m")
@@ -111,6 +114,13 @@ def test_an_address_that_is_none(url):
 
 def test_the_key_is_not_shown():
     assert KEY not in repr(Endpoint("http://a", "m", KEY))
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-secret\nX: y", "sk-ключ"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(key):
+    with pytest.raises(UserError, match="no header may carry") as said:
+        Endpoint("http://a", "m", key)
+    assert "sk-" not in str(said.value)
 
 
 @pytest.mark.parametrize(

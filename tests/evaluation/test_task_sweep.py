@@ -270,6 +270,47 @@ def test_unknown_tasks_and_metrics(adapter, tasks, tmp_path, monkeypatch):
         run(adapter, plan, [Setting(FixedDepth(1))], tmp_path / "out")
 
 
+def test_scores_belong_to_the_questions_in_the_file_and_not_to_its_name(adapter, tasks, tmp_path):
+    settings = [Setting(FixedDepth(1))]
+    (first,) = run(adapter, plan_of(tasks, "four"), settings, tmp_path / "out")
+    assert run(adapter, plan_of(tasks, "four"), settings, tmp_path / "out") == [first]
+    data = tmp_path / "four.jsonl"
+    data.write_text(data.read_text().replace('"right": 1', '"right": 2'))
+    with pytest.raises(UserError, match=r"files differ"):
+        run(adapter, plan_of(tasks, "four"), settings, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "could not load the task gsm8k_cot"),
+        ("nojson", "could not load the task gsm8k_cot"),
+        ('{"zz": 1}', "does not fit the task's template|could not load"),
+    ],
+)
+def test_questions_that_are_none_are_said(content, said, adapter, tmp_path, monkeypatch):
+    monkeypatch.setattr(task_plan, "TaskManager", own_index)
+    (tmp_path / "data.jsonl").write_text(content)
+    choice = TaskChoice(task="gsm8k_cot", num_fewshot=0, data={"test": str(tmp_path / "data.jsonl")})
+    with pytest.raises(UserError, match=said):
+        run(adapter, TaskPlan(checkpoint="x", tasks=(choice,)), [Setting(FixedDepth(1))], tmp_path / "out")
+
+
+def test_a_folder_a_task_a_file_and_a_field_that_are_none_are_named(adapter, tasks, tmp_path):
+    settings, out = [Setting(FixedDepth(1))], tmp_path / "out"
+    with pytest.raises(UserError, match="nowhere is no folder"):
+        run(adapter, plan_of(tasks / "nowhere", "four"), settings, out)
+    with pytest.raises(UserError, match="has no such field, but q, choices, right, kind"):
+        run(adapter, plan_of(tasks, "four", category_field="colour"), settings, out)
+    run(adapter, plan_of(tasks, "four"), settings, out)
+    next((out / "four").glob("*.json")).write_text('{"a')
+    with pytest.raises(UserError, match=r"\.json is damaged; delete it"):
+        run(adapter, plan_of(tasks, "four"), settings, out)
+    (tasks / "broken.yaml").write_text("task: [four\n")
+    with pytest.raises(UserError, match=r"broken\.yaml is no YAML"):
+        run(adapter, plan_of(tasks, "four"), settings, tmp_path / "other")
+
+
 def test_settings_have_names_of_their_own():
     found = all_settings([FixedDepth(2), QuantileExit(0.5)], ["per_loop", "last"], [None, 64], stage_one=True)
     names = [one.name for one in found]
