@@ -63,6 +63,9 @@ class TaskPlan:
         Raises UserError for a file that cannot be read.
         """
         files = [Path(file) for file in choice.data.values()]
+        for file in files:
+            if not file.is_file():
+                raise UserError(f"{file}, given with --task-data for {choice.task}, is no file.")
         if self.include_path is not None:
             files += own_files(Path(self.include_path))
         return {**asdict(self), "tasks": asdict(choice), "files": {str(file): file_digest(file) for file in files}}
@@ -131,7 +134,7 @@ def load_choice(manager: TaskManager, choice: TaskChoice, plan: TaskPlan, scratc
 def with_files(manager: TaskManager, choice: TaskChoice, scratch: Path) -> Path:
     """A YAML file with the task as lm-eval has it, but for its data, which come from local files.
 
-    Raises UserError for a group, a missing file, or a split that the task does not use.
+    Raises UserError for a group, or a split that the task does not use.
     """
     source = manager.task_index[choice.task].yaml_path
     config = {} if source is None else manager.task_index[choice.task].cfg or {}
@@ -145,8 +148,6 @@ def with_files(manager: TaskManager, choice: TaskChoice, scratch: Path) -> Path:
         split = asked if split == "test" else split
         if split not in splits:
             raise UserError(f"{choice.task} has no split {split}; it has {', '.join(sorted(splits))}.")
-        if not Path(file).is_file():
-            raise UserError(f"{file}, given with --task-data for {choice.task}, is no file.")
         files[split] = str(Path(file).resolve())
     local = {
         "include": str(source.resolve()), "task": choice.task, "dataset_path": "json", "dataset_name": None,

@@ -224,7 +224,7 @@ def test_lm_eval_s_own_task_on_a_file_of_ours(adapter, tasks, tmp_path, monkeypa
     (found,) = run(adapter, plan, [Setting(FixedDepth(1))], tmp_path / "out")
     assert found.values == (1.0, 1.0, 0.0)
     assert found.num_questions == 3
-    for data, wrong in (({"test": "nowhere.jsonl"}, "is no file"), ({"train": "x"}, "has no split train")):
+    for data, wrong in (({"test": "nowhere.jsonl"}, "is no file"), ({"train": __file__}, "has no split train")):
         plan = TaskPlan(checkpoint="x", tasks=(TaskChoice(task="gsm8k_cot", data=data),))
         with pytest.raises(UserError, match=wrong):
             run(adapter, plan, [Setting(FixedDepth(1))], tmp_path / "other")
