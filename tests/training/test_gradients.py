@@ -44,8 +44,9 @@ def unrolled(model: LoopLMForCausalLM, ids: Tensor, labels: Tensor, num_loops: i
     embeds = bare.encode(ids, context)
     state, hiddens, gates, zeros = embeds, [], [], []
     for loop_idx in range(num_loops):
-        x = bare._inject(state, loop_idx, embeds)
+        x = state
         for i, layer in enumerate(bare.layers):
+            x = bare._inject(x, i, loop_idx, embeds)
             zeros.append(torch.zeros_like(x, requires_grad=True))
             x = layer(x + zeros[-1], context, loop_idx, bare.lora[i](loop_idx) if bare.lora is not None else {})
         readout = bare.readout(bare.core_exit_norm(x))
