@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from looplm.cli.exit_settings import exits_of, load_for, warn_beyond, whole_numbers
+from looplm.cli.exit_settings import (
+    ExitThresholds,
+    NumLoops,
+    OtherRules,
+    exits_of,
+    load_for,
+    warn_beyond,
+    whole_numbers,
+)
 from looplm.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,13 +40,9 @@ def code(
     canonical: Annotated[
         bool, typer.Option("--canonical", help="Run the file's own solutions: tells whether problems are sound.")
     ] = False,
-    num_loops: Annotated[
-        str | None, typer.Option(help="Depths, with commas, also beyond the trained one; 1 to R if nothing is given.")
-    ] = None,
-    exit_threshold: Annotated[str | None, typer.Option(help="Thresholds of the gate, with commas.")] = None,
-    exit: Annotated[
-        str | None, typer.Option(help="Other rules, with commas: hidden-diff:EPS, kl:NATS, stable:LOOPS.")
-    ] = None,
+    num_loops: NumLoops = None,
+    exit_threshold: ExitThresholds = None,
+    exit: OtherRules = None,
     kv_cache: Annotated[
         str, typer.Option(help="How keys of several loops are kept: per_loop (exact), fill, last, mean or first.")
     ] = "per_loop",

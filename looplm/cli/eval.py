@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from looplm.cli.exit_settings import ExitThresholds, NumLoops, OtherRules
 from looplm.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,13 +26,9 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="Directory of the scores; what is there is not measured again.")] = Path(
         "evaluation"
     ),
-    num_loops: Annotated[
-        str | None, typer.Option(help="Depths, with commas, also beyond the trained one; 1 to R if nothing is given.")
-    ] = None,
-    exit_threshold: Annotated[str | None, typer.Option(help="Thresholds of the gate, with commas.")] = None,
-    exit: Annotated[
-        str | None, typer.Option(help="Other rules, with commas: hidden-diff:EPS, kl:NATS, stable:LOOPS.")
-    ] = None,
+    num_loops: NumLoops = None,
+    exit_threshold: ExitThresholds = None,
+    exit: OtherRules = None,
     curve: Annotated[
         str | None,
         typer.Option(help="Rules (gate,hidden-diff,kl) at levels chosen to spread the mean depth of each task."),

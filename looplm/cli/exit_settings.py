@@ -1,7 +1,7 @@
 """Options of commands that ask one checkpoint at many depths."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,6 +9,14 @@ from looplm.errors import UserError
 
 if TYPE_CHECKING:
     from looplm.inference import Engine, ExitPolicy
+
+NumLoops = Annotated[
+    str | None, typer.Option(help="Depths, with commas, also beyond the trained one; 1 to R if nothing is given.")
+]
+ExitThresholds = Annotated[str | None, typer.Option(help="Thresholds of the gate, with commas.")]
+OtherRules = Annotated[
+    str | None, typer.Option(help="Other rules, with commas: hidden-diff:EPS, kl:NATS, stable:LOOPS.")
+]
 
 
 def exits_of(

@@ -154,7 +154,7 @@ class Sweep:
             "length": length,
         }
         if file.is_file():
-            held = json.loads(file.read_text(encoding="utf-8"))
+            held = read_kept(file)
             if {name: held.get(name) for name in asked} == json.loads(json.dumps(asked)):
                 return [
                     Setting(policy_of(rule, level), stage_one=stage, max_gen_toks=length)
@@ -187,10 +187,7 @@ class Sweep:
         """What an earlier run has found. Raises UserError where it asked something else."""
         if not file.is_file():
             return None
-        try:
-            held = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            raise UserError(f"{file} is damaged; delete it, and the same command makes it anew.") from None
+        held = read_kept(file)
         before, mine = held.pop("plan"), json.loads(json.dumps(self.plan.of_task(choice)))
         if before != mine:
             changed = [name for name in mine if before.get(name) != mine[name]]
@@ -272,6 +269,14 @@ def score_task(
 def file_name(name: str) -> str:
     """A name that every file system takes."""
     return re.sub("[^a-z0-9.]+", "_", name.lower())
+
+
+def read_kept(file: Path) -> Any:
+    """What `keep` has written. Raises UserError for a file that is damaged."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{file} is damaged; delete it, and the same command makes it anew.") from None
 
 
 def keep(file: Path, numbers: dict[str, Any]) -> None:

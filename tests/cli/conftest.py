@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,12 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys) -> Run:
-    """Runs `looplm generate ARGUMENTS`; returns exit status, stdout and stderr."""
+def run_command(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """Runs a function of the command line with arguments; returns exit status, stdout and stderr."""
 
-    def call(*arguments: object) -> tuple[int, str, str]:
+    def call(command: Callable[..., None], *arguments: object) -> tuple[int, str, str]:
         app = typer.Typer(pretty_exceptions_enable=False)
-        app.command()(generate)
+        app.command()(command)
         monkeypatch.setattr(cli, "app", app)
         monkeypatch.setattr(sys, "argv", ["looplm", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
@@ -54,6 +55,12 @@ def run(monkeypatch, capsys) -> Run:
         return int(stop.value.code or 0), captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def run(run_command) -> Run:
+    """Runs `looplm generate ARGUMENTS`."""
+    return partial(run_command, generate)
 
 
 @pytest.fixture

@@ -1,13 +1,10 @@
 """The commands that measure generation run at tiny size, and say what they have measured."""
 
 import json
-import sys
 
 import pytest
-import typer
 
 from looplm.cli import bench_cache, bench_inference
-from looplm.cli import main as cli
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.hf.save import save_checkpoint
 from looplm.lab.fold import FoldTask
@@ -16,20 +13,9 @@ from looplm.lab.task import task_tokenizer
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs one of the commands; returns exit status, stdout and stderr."""
-
-    def call(command, *arguments):
-        app = typer.Typer(pretty_exceptions_enable=False)
-        app.command()(command)
-        monkeypatch.setattr(cli, "app", app)
-        monkeypatch.setattr(sys, "argv", ["looplm", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return call
+def run(run_command):
+    """Runs one of the commands."""
+    return run_command
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,9 @@ def test_a_folder_a_task_a_file_and_a_field_that_are_none_are_named(adapter, tas
     next((out / "four").glob("*.json")).write_text('{"a')
     with pytest.raises(UserError, match=r"\.json is damaged; delete it"):
         run(adapter, plan_of(tasks, "four"), settings, out)
+    (out / "four" / "levels.json").write_text("[")
+    with pytest.raises(UserError, match=r"levels\.json is damaged"):
+        run(adapter, plan_of(tasks, "four"), settings, out, Curve(("gate",), 2))
     (tasks / "broken.yaml").write_text("task: [four\n")
     with pytest.raises(UserError, match=r"broken\.yaml is no YAML"):
         run(adapter, plan_of(tasks, "four"), settings, tmp_path / "other")
