@@ -17,7 +17,7 @@ is measured is folding and not memory. At k = 1 there is only the table itself, 
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,17 +28,11 @@ from looplm.errors import UserError
 from looplm.lab.task import (
     QUESTIONS,
     Documents,
-    TaskDocuments,
     at_least_one,
     checked_seed,
     fill_up,
-    task_tokenizer,
 )
-from looplm.lab.task_evaluation import task_figures
-from looplm.model.language_model import LoopLM
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from looplm.lab.task_recipe import recipe_functions
 
 BASE = 10
 """Digits, which are their own token ids."""
@@ -149,18 +143,4 @@ class FoldTask:
         return np.stack([rng.permutation(BASE) for _ in range(k + 1)])
 
 
-def documents(**fields: int) -> TaskDocuments:
-    """Training documents of `FoldTask(**fields)`, for a recipe's source of `kind: generator, format: tokens`."""
-    task = FoldTask(**fields)
-    return TaskDocuments(task, task.seed)
-
-
-def tokenizer(**fields: int) -> "PreTrainedTokenizerFast":
-    """The tokenizer of the same task."""
-    return task_tokenizer(FoldTask(**fields))
-
-
-def measure(model: LoopLM, tokenizer: object = None, **fields: int) -> dict[str, Any]:
-    """What a model has learnt of it, see :func:`~looplm.lab.task_evaluation.task_figures`."""
-    del tokenizer
-    return task_figures(model, FoldTask(**fields))
+documents, tokenizer, measure = recipe_functions(FoldTask)

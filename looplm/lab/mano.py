@@ -14,7 +14,7 @@ evaluation draws nothing else. The paper's lengths leave nothing to memorise; sh
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,17 +26,11 @@ from looplm.lab.task import (
     QUESTIONS,
     TASK,
     Documents,
-    TaskDocuments,
     at_least_one,
     checked_seed,
     fill_up,
-    task_tokenizer,
 )
-from looplm.lab.task_evaluation import task_figures
-from looplm.model.language_model import LoopLM
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from looplm.lab.task_recipe import recipe_functions
 
 FIRST_HELD_OUT_LENGTH = 2
 OPERATIONS = ("+", "-", "*")
@@ -172,18 +166,4 @@ class ManoTask:
         return np.stack([rng.permutation(self.modulus) for _ in range(length + 1)])
 
 
-def documents(**fields: int) -> TaskDocuments:
-    """Training documents of `ManoTask(**fields)`, for a recipe's source of `kind: generator, format: tokens`."""
-    task = ManoTask(**fields)
-    return TaskDocuments(task, task.seed)
-
-
-def tokenizer(**fields: int) -> "PreTrainedTokenizerFast":
-    """The tokenizer of the same task."""
-    return task_tokenizer(ManoTask(**fields))
-
-
-def measure(model: LoopLM, tokenizer: object = None, **fields: int) -> dict[str, Any]:
-    """What a model has learnt of it, see :func:`~looplm.lab.task_evaluation.task_figures`."""
-    del tokenizer
-    return task_figures(model, ManoTask(**fields))
+documents, tokenizer, measure = recipe_functions(ManoTask)

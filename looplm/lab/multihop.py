@@ -14,7 +14,7 @@ facts, and whether shorter questions were trained on, it does not say; `min_hops
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,17 +26,11 @@ from looplm.lab.task import (
     QUESTIONS,
     TASK,
     Documents,
-    TaskDocuments,
     at_least_one,
     checked_seed,
     fill_up,
-    task_tokenizer,
 )
-from looplm.lab.task_evaluation import task_figures
-from looplm.model.language_model import LoopLM
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from looplm.lab.task_recipe import recipe_functions
 
 RELATIONS = (
     "teacher", "instructor", "neighbour", "cousin", "landlord", "dentist", "tailor", "rival", "mentor", "colleague",
@@ -201,18 +195,4 @@ class MultihopTask:
         return {}
 
 
-def documents(**fields: int) -> TaskDocuments:
-    """Training documents of `MultihopTask(**fields)`, for a recipe's source of `kind: generator, format: tokens`."""
-    task = MultihopTask(**fields)
-    return TaskDocuments(task, task.seed)
-
-
-def tokenizer(**fields: int) -> "PreTrainedTokenizerFast":
-    """The tokenizer of the same task."""
-    return task_tokenizer(MultihopTask(**fields))
-
-
-def measure(model: LoopLM, tokenizer: object = None, **fields: int) -> dict[str, Any]:
-    """What a model has learnt of it, see :func:`~looplm.lab.task_evaluation.task_figures`."""
-    del tokenizer
-    return task_figures(model, MultihopTask(**fields))
+documents, tokenizer, measure = recipe_functions(MultihopTask)

@@ -13,7 +13,7 @@ edges that shorten no distance from the root (they close cycles and join branche
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,17 +24,11 @@ from looplm.errors import UserError
 from looplm.lab.task import (
     QUESTIONS,
     Documents,
-    TaskDocuments,
     at_least_one,
     checked_seed,
     fill_up,
-    task_tokenizer,
 )
-from looplm.lab.task_evaluation import task_figures
-from looplm.model.language_model import LoopLM
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from looplm.lab.task_recipe import recipe_functions
 
 
 @dataclass(frozen=True)
@@ -134,18 +128,4 @@ class ReachabilityTask:
         return np.stack(sources, axis=1), np.stack(targets, axis=1)
 
 
-def documents(**fields: int) -> TaskDocuments:
-    """Training documents of `ReachabilityTask(**fields)`, for a source of `kind: generator, format: tokens`."""
-    task = ReachabilityTask(**fields)
-    return TaskDocuments(task, task.seed)
-
-
-def tokenizer(**fields: int) -> "PreTrainedTokenizerFast":
-    """The tokenizer of the same task."""
-    return task_tokenizer(ReachabilityTask(**fields))
-
-
-def measure(model: LoopLM, tokenizer: object = None, **fields: int) -> dict[str, Any]:
-    """What a model has learnt of it, see :func:`~looplm.lab.task_evaluation.task_figures`."""
-    del tokenizer
-    return task_figures(model, ReachabilityTask(**fields))
+documents, tokenizer, measure = recipe_functions(ReachabilityTask)
