@@ -78,8 +78,10 @@ def run_pass(
         (1, 2, 2, 3) repeats it. 1 to `num_loops` when None. What differs between loops (LoRA slices, injection)
         follows it; a core that knows no loops feels only their number.
 
-    Raises UserError for a patch outside of the pass.
+    Raises UserError for a prompt without a token and for a patch outside of the pass.
     """
+    if not len(token_ids):
+        raise UserError("A prompt needs at least one token.")
     core = model.model
     loops = check_num_loops(core.config.num_loops if num_loops is None else num_loops)
     order = list(range(1, loops + 1)) if schedule is None else list(schedule)
@@ -185,11 +187,13 @@ def patch_grid(
     pairs: (prompt, source). positions: of both, negative ones from each one's own end. labels: the answers that count;
     None: all tokens. loops: to patch at; all when None.
 
-    Raises UserError for a position outside of a prompt.
+    Raises UserError without a pair, a position or a loop, and for a position outside of a prompt.
     """
     depth = check_num_loops(model.model.config.num_loops if num_loops is None else num_loops)
     at_loops = list(range(1, depth + 1)) if loops is None else list(loops)
     places = [(loop, position) for position in positions for loop in at_loops]
+    if not pairs or not places:
+        raise UserError("Patching needs at least one pair of prompts, one position and one loop.")
     found: dict[tuple[int, int], list[tuple[float, float, float]]] = {place: [] for place in places}
     spliced: dict[tuple[int, int], list[float]] = {place: [] for place in places}
     for own_ids, source_ids in pairs:

@@ -19,12 +19,14 @@ class Estimate:
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """1 - C(n - c, k) / C(n, k): the share of the sets of k among n samples that hold one of the c that passed.
 
-    Source: Chen et al., arXiv 2107.03374, equation 1. Raises UserError for k over n.
+    Source: Chen et al., arXiv 2107.03374, equation 1. Raises UserError for k over n and c outside of 0 to n.
     """
     if not 1 <= k <= num_samples:
         raise UserError(
             f"pass@{k} needs at least {max(k, 1)} samples a problem and k from 1; there are {num_samples}."
         )
+    if not 0 <= num_passed <= num_samples:
+        raise UserError(f"{num_passed} of {num_samples} samples cannot have passed.")
     return 1 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 

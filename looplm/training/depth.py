@@ -8,7 +8,14 @@ import math
 
 import numpy as np
 
-from looplm.training.stage_recipe import PoissonLognormalDepth, RoutingRecipe, StageRecipe, UniformDepth
+from looplm.training.stage_recipe import (
+    LastLoopRecipe,
+    Objective,
+    PoissonLognormalDepth,
+    RoutingRecipe,
+    StageRecipe,
+    UniformDepth,
+)
 
 _STREAM = 0x6465707468
 """Keeps these draws apart from others that start from the same seed."""
@@ -43,3 +50,13 @@ def depth_of_step(stage: StageRecipe, default: int, seed: int, step: int) -> int
     if isinstance(stage.objective, RoutingRecipe):
         return active_loops(stage.objective, depth, step)
     return depth
+
+
+def head_passes(objective: Objective, num_loops: int) -> int:
+    """How often a step multiplies a state with the head's weight: once where a loss is measured, and twice more in the
+    backward pass where it is trained."""
+    if isinstance(objective, RoutingRecipe):
+        return num_loops + 3  # all loops are read to find the one that is trained
+    if isinstance(objective, LastLoopRecipe):
+        return num_loops + 2
+    return 3 * num_loops

@@ -4,10 +4,16 @@ import torch
 from torch import Tensor
 
 from looplm.hf.modeling import LoopLMForCausalLM
-from looplm.objectives import expected_loss, gate_loss, geometric_prior, routing_loss
+from looplm.objectives import expected_loss, gate_loss, geometric_prior, last_loop_loss, routing_loss
 from looplm.objectives.expected_loss import Metrics
 from looplm.training.rows import Batch
-from looplm.training.stage_recipe import ExpectedLossRecipe, GateLossRecipe, GeometricPrior, StageRecipe
+from looplm.training.stage_recipe import (
+    ExpectedLossRecipe,
+    GateLossRecipe,
+    GeometricPrior,
+    LastLoopRecipe,
+    StageRecipe,
+)
 
 
 def weigh_loops(
@@ -27,6 +33,8 @@ def weigh_loops(
     labels, recipe = batch["labels"], stage.objective
     if isinstance(recipe, GateLossRecipe):
         return gate_loss(model, output, labels, label_shift=recipe.label_shift, num_tokens=num_tokens)
+    if isinstance(recipe, LastLoopRecipe):
+        return last_loop_loss(model, output, labels, num_tokens=num_tokens)
     if isinstance(recipe, ExpectedLossRecipe):
         prior = None  # the entropy: a uniform prior up to a constant
         if isinstance(recipe.prior, GeometricPrior):

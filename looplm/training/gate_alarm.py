@@ -13,7 +13,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import fmean, linear_regression
 from typing import Any
 
-from looplm.training.stage_recipe import ExpectedLossRecipe, GateLossRecipe, Objective, RoutingRecipe
+from looplm.training.stage_recipe import (
+    ExpectedLossRecipe,
+    GateLossRecipe,
+    LastLoopRecipe,
+    Objective,
+    RoutingRecipe,
+)
 from looplm.training.telemetry_record import Record
 
 COLLAPSED, RECOVERED = 0.02, 0.1
@@ -55,8 +61,11 @@ class GateAlarm:
     def check(self, record: Record) -> list[str]:
         """Takes a record; returns the warnings that it is time to give, each with what was measured and a remedy.
 
-        A record of one loop, or of a step that was left out for not being finite, says nothing of the gate.
+        A record of one loop, or of a step that was left out for not being finite, says nothing of the gate; and a
+        stage that does not train it has nothing to be warned of.
         """
+        if isinstance(self._objective, LastLoopRecipe):
+            return []
         if len(record.exit_pdf) < 2 or not all(map(math.isfinite, (*record.exit_pdf, *record.loop_losses))):
             return []
         self._trend = [*self._trend, (record.step, evenness(record.exit_pdf))][-TREND_RECORDS:]
@@ -145,7 +154,7 @@ class GateAlarm:
     def _revive(self) -> str:
         if isinstance(self._objective, GateLossRecipe):
             return "The gate will not choose it: where it should, look at the losses by loop, and at label_shift."
-        if isinstance(self._objective, RoutingRecipe):
+        if not isinstance(self._objective, ExpectedLossRecipe):
             return "Few tokens are first right there: a shorter phase, or fewer loops, leaves less of it."
         if self._objective.smoothing:
             return f"Smoothing {self._objective.smoothing:g} still trains it; a larger beta gives it exits."

@@ -20,7 +20,7 @@ from looplm.model.config import LoopedConfig
 from looplm.model.flops import parameter_shapes
 from looplm.objectives.cross_entropy import rows_in_chunk
 from looplm.training.lora import held_bytes, is_held_narrow, lora_shapes, trains
-from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe, UniformDepth
+from looplm.training.stage_recipe import GateLossRecipe, LastLoopRecipe, RoutingRecipe, StageRecipe, UniformDepth
 
 USABLE_SHARE = 0.9
 """Of a device's memory, what the estimate may fill."""
@@ -145,10 +145,10 @@ def _advice(stage: StageRecipe) -> str:
 
 
 def is_trained(name: str, stage: StageRecipe) -> bool:
-    """Whether the stage trains the parameter `name`: not frozen by pattern, in Stage II only the gate's, and under
-    LoRA only corrections and what is trained besides."""
-    gate_only = isinstance(stage.objective, GateLossRecipe)
-    if gate_only and not name.startswith("model.early_exit_gate."):
+    """Whether the stage trains the parameter `name`: not frozen by pattern, in Stage II only the gate's, with the last
+    loop's loss all but those, and under LoRA only corrections and what is trained besides."""
+    of_gate = name.startswith("model.early_exit_gate.")
+    if isinstance(stage.objective, LastLoopRecipe if of_gate else GateLossRecipe):
         return False
     if stage.lora is not None and not trains(name, stage.lora):
         return False

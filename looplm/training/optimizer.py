@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from looplm.errors import UserError
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.training.lora import trains
-from looplm.training.stage_recipe import GateLossRecipe, LoraRecipe, Objective, OptimizerRecipe
+from looplm.training.stage_recipe import GateLossRecipe, LastLoopRecipe, LoraRecipe, Objective, OptimizerRecipe
 
 OptimizerState = dict[str, dict[str, Tensor]]
 """AdamW's `step`, `exp_avg` and `exp_avg_sq` by parameter name."""
@@ -18,7 +18,8 @@ OptimizerState = dict[str, dict[str, Tensor]]
 def freeze_for(
     model: LoopLMForCausalLM, objective: Objective, frozen: Sequence[str] = (), lora: LoraRecipe | None = None
 ) -> None:
-    """Leaves trainable what the objective trains, the gate alone in Stage II, less what `frozen` names.
+    """Leaves trainable what the objective trains, less what `frozen` names: in Stage II the gate alone, of the last
+    loop all else.
 
     lora: then of the model only the corrections, and what the recipe trains besides.
     frozen: names of parameters within the bare model, or with the head, with wildcards ("embed_tokens.*",
@@ -31,6 +32,8 @@ def freeze_for(
     if lora is not None:
         for name, parameter in names.items():
             parameter.requires_grad_(trains(name, lora))
+    if isinstance(objective, LastLoopRecipe):
+        model.model.early_exit_gate.requires_grad_(False)
     for pattern in frozen:
         fitting = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"model.{pattern}")]
         if not fitting:

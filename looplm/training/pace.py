@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from looplm.model.config import LoopedConfig
-from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe
+from looplm.training.depth import head_passes
+from looplm.training.stage_recipe import GateLossRecipe, StageRecipe
 from looplm.training.telemetry_device import peak_flops, step_flops
 
 
@@ -33,7 +34,7 @@ class Pace:
             num_loops=num_loops,
             backprop_loops=self.stage.backprop_loops,
             gate_only=isinstance(self.stage.objective, GateLossRecipe),
-            routed=isinstance(self.stage.objective, RoutingRecipe),
+            head_passes=head_passes(self.stage.objective, num_loops),
         )
         if self.stage.lora is not None:  # half of the backward pass is the gradients of weights, which are frozen
             flops = (

@@ -14,7 +14,7 @@ from looplm.errors import UserError
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import count_parameters, inference_flops, parameter_shapes, training_flops
 from looplm.training.architectures import check_stage, stage_configs, starting_config
-from looplm.training.depth import active_loops
+from looplm.training.depth import active_loops, head_passes
 from looplm.training.lora import lora_shapes
 from looplm.training.memory import (
     MemoryEstimate,
@@ -213,6 +213,8 @@ def stage_flops(config: LoopedConfig, stage: StageRecipe, steps: StepPlan, *, at
         flops = training_flops(config, num_tokens, depth, seq_len=seq_len)
         if isinstance(stage.objective, GateLossRecipe):
             return flops / 3
+        head = 2 * num_tokens * config.vocab_size * config.hidden_size
+        flops -= head * (3 * depth - head_passes(stage.objective, depth))
         truncated = max(0, depth - stage.backprop_loops) if stage.backprop_loops is not None else 0
         context = (stage.seq_len + 1) / 2 if attention else 0
         loop = inference_flops(config, 2, context=context) - inference_flops(config, 1, context=context)

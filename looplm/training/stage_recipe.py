@@ -80,6 +80,12 @@ class ExpectedLossRecipe(Strict):
     prior: Literal["uniform"] | GeometricPrior = "uniform"
 
 
+class LastLoopRecipe(Strict):
+    """The cross entropy after the last loop alone; the gate stays as it is, for Stage II to train."""
+
+    kind: Literal["last_loop"] = "last_loop"
+
+
 class GateLossRecipe(Strict):
     """Stage II (Ouro, eq. 5-6): the gate alone, language model frozen."""
 
@@ -97,7 +103,9 @@ class RoutingRecipe(Strict):
     """Weight of the gate's log likelihood of leaving at the loop a token is trained at; 0 for none."""
 
 
-Objective = Annotated[ExpectedLossRecipe | GateLossRecipe | RoutingRecipe, Field(discriminator="kind")]
+Objective = Annotated[
+    ExpectedLossRecipe | LastLoopRecipe | GateLossRecipe | RoutingRecipe, Field(discriminator="kind")
+]
 
 
 class UniformDepth(Strict):

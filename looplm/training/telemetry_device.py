@@ -68,20 +68,21 @@ def step_flops(
     num_loops: int,
     backprop_loops: int | None = None,
     gate_only: bool = False,
-    routed: bool = False,
+    head_passes: int | None = None,
 ) -> float:
     """Model FLOPs of training on `num_tokens` positions in rows of `seq_len`, attention included.
 
     As :func:`looplm.model.flops.training_flops` counts; what is recomputed under checkpointing is not counted. Loops
     before the last `backprop_loops` cost their forward alone (and their readout in full); `gate_only` (Stage II) has
-    no backward pass worth counting; `routed` reads the head forward at every loop, and once with its backward pass.
+    no backward pass worth counting. head_passes:
+    :func:`~looplm.training.depth.head_passes`; 3 * num_loops when None.
     """
     context = (seq_len + 1) / 2  # keys a query reads on average
     if gate_only:
         return num_tokens * inference_flops(config, num_loops, heads=num_loops, context=context)
     full = float(training_flops(config, num_tokens, num_loops, seq_len=seq_len))
-    if routed:
-        full -= num_tokens * 2 * config.vocab_size * config.hidden_size * (3 * num_loops - (num_loops + 3))
+    if head_passes is not None:
+        full -= num_tokens * 2 * config.vocab_size * config.hidden_size * (3 * num_loops - head_passes)
     truncated = 0 if backprop_loops is None else max(0, num_loops - backprop_loops)
     # A loop's backward pass costs twice its forward. Loop 1 has no injection; the difference is not worth a case.
     forward = inference_flops(config, 2, context=context) - inference_flops(config, 1, context=context)

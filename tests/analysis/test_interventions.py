@@ -153,3 +153,8 @@ def test_impossible_edits_are_refused(make_model):
         run_pass(model, [1, 2], schedule=())
     with pytest.raises(UserError, match="Position 5"):
         patch_grid(model, [([1], [2])], None, replacing(), "replace", positions=(5,))
+    with pytest.raises(UserError, match="at least one token"):
+        run_pass(model, [])
+    for pairs, nothing in (([], {}), ([([1], [2])], {"positions": ()}), ([([1], [2])], {"loops": ()})):
+        with pytest.raises(UserError, match="at least one pair"):
+            patch_grid(model, pairs, None, replacing(), "replace", **nothing)

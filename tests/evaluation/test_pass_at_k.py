@@ -31,6 +31,12 @@ def test_impossible_k(k):
         pass_at_k(2, 1, k)
 
 
+@pytest.mark.parametrize("num_passed", [-1, 3])
+def test_impossible_number_of_passes(num_passed):
+    with pytest.raises(UserError, match="cannot have passed"):
+        pass_at_k(2, num_passed, 1)
+
+
 def test_no_problem():
     with pytest.raises(UserError):
         mean_pass_at_k([], 1)

@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gate": {"stage": FOUR_ROWS | {"objective": {"kind": "gate_loss"}}, "model": {"tie_word_embeddings": False}},
     "one loop": {"stage": FOUR_ROWS | {"num_loops": 1}, "model": {"num_loops": 1}},
     "routing": {"stage": FOUR_ROWS | {"objective": {"kind": "routing", "phase_steps": 2}}},
+    "last loop": {"stage": FOUR_ROWS | {"objective": {"kind": "last_loop"}, "micro_batch_rows": 1}},
     "truncated": {
         "stage": FOUR_ROWS | {"backprop_loops": 1, "micro_batch_rows": 1}, "model": {"injection": "scalar"}
     },
@@ -68,8 +69,10 @@ def test_the_cases_train_what_they_say(both: tuple[dict[str, Any], dict[str, Any
         else:
             assert "model.layers.0.self_attn.q_proj.weight" in moved
             assert ("model.layers.0.mlp.up_proj.weight" in moved) == (case != "frozen")
-            # A single loop gives the gate no gradient; weight decay still reaches its matrix.
-            assert ("model.early_exit_gate.bias" in moved) == (case != "one loop")
+            # A single loop gives the gate no gradient, though weight decay reaches its matrix; the last loop's loss
+            # leaves it alone.
+            assert ("model.early_exit_gate.bias" in moved) == (case not in ("one loop", "last loop"))
+            assert (gate & moved == set()) == (case == "last loop")
 
 
 @pytest.mark.slow

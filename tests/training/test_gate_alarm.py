@@ -9,7 +9,7 @@ import pytest
 
 from looplm.quickstart.shipped import read_training_log
 from looplm.training.gate_alarm import COLLAPSED, DEAD_SHARE, TREND_RECORDS, WINDOW, GateAlarm, evenness
-from looplm.training.stage_recipe import ExpectedLossRecipe, GateLossRecipe, RoutingRecipe
+from looplm.training.stage_recipe import ExpectedLossRecipe, GateLossRecipe, LastLoopRecipe, RoutingRecipe
 from looplm.training.telemetry_record import Record
 
 STAGE_ONE = ExpectedLossRecipe(beta=0.1)
@@ -196,6 +196,11 @@ def test_a_loop_that_adds_no_nats_is_idle_in_the_second_half():
 @pytest.mark.parametrize("objective", [GateLossRecipe(), RoutingRecipe(phase_steps=5)])
 def test_where_losses_do_not_say_so_no_loop_is_idle(objective: Any):
     assert fired(GateAlarm(objective), [record(10 * i, [0.5, 0.5], [2.0, 2.5]) for i in range(1, 101)]) == []
+
+
+def test_a_gate_that_is_not_trained_alarms_nobody():
+    records = [record(10 * i, [1.0, 0.0, 0.0], [2.0, 2.5, 3.0]) for i in range(1, 101)]
+    assert fired(GateAlarm(LastLoopRecipe()), records) == []
 
 
 def test_a_collapsed_gate_says_so_and_not_that_its_other_loops_are_dead_or_idle():

@@ -111,9 +111,28 @@ def test_drawn_truncated_and_growing_depths() -> None:
     at = {depth: flops(f"stages.0.num_loops={depth}") for depth in (1, 2, 3, 4)}
     assert flops("stages.0.num_loops={kind: uniform, min: 1, max: 4}") == pytest.approx(sum(at.values()) / 4)
     assert at[1] < flops("stages.0.backprop_loops=1") < at[4]
-    # 100 steps at one loop, 100 at two, 100 at three.
+
+
+def test_objectives_that_train_one_loop_read_the_head_less() -> None:
+    """A pass of the head over all tokens costs what two tied embeddings of width D do; Stage I has three a loop."""
+
+    def flops(*overrides: str) -> float:
+        length = plan("small/two_stage_1p4b", "stages.0.num_steps=300", *overrides).stages[0].length
+        assert length is not None
+        return length.flops
+
+    at = {depth: flops(f"stages.0.num_loops={depth}") for depth in (1, 2, 3)}
+    recipe = load_recipe(RECIPES / "small/two_stage_1p4b.yaml")
+    architecture = recipe.model.architecture  # pyright: ignore
+    length = plan("small/two_stage_1p4b", "stages.0.num_steps=300").stages[0].length
+    assert length is not None
+    head = 2 * length.num_tokens * 1024 * architecture.hidden_size
+    last = flops("stages.0.objective={kind: last_loop}", "stages.0.num_loops=3")
+    assert at[3] - last == pytest.approx((3 * 3 - (3 + 2)) * head)
+    # 100 steps at one loop, 100 at two, 100 at three; every loop is read, one trained.
     routing = flops("stages.0.objective={kind: routing, phase_steps: 100}", "stages.0.num_loops=3")
-    assert routing == pytest.approx((at[1] + at[2] + at[3]) / 3)
+    read = sum(at[depth] - (3 * depth - (depth + 3)) * head for depth in at)
+    assert routing == pytest.approx(read / 3)
 
 
 UNTIED = "model.architecture.tie_word_embeddings=false"

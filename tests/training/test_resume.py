@@ -20,8 +20,9 @@ OBJECTIVES = [
     {"kind": "expected_loss", "beta": 0.05, "smoothing": 0.05},
     {"kind": "gate_loss"},
     {"kind": "routing", "phase_steps": 3},
+    {"kind": "last_loop"},
 ]
-NAMES = ["expected_loss", "gate_loss", "routing"]
+NAMES = ["expected_loss", "gate_loss", "routing", "last_loop"]
 UNTOLD = ("seconds", "tokens_per_second", "memory_bytes")
 
 

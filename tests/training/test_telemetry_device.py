@@ -79,5 +79,5 @@ def test_routing_reads_the_head_at_every_loop_and_trains_it_at_one(config: Loope
     head = 512 * 2 * 100 * 16
     for num_loops in (1, 4):
         full = step_flops(config, 512, seq_len=64, num_loops=num_loops)
-        routed = step_flops(config, 512, seq_len=64, num_loops=num_loops, routed=True)
+        routed = step_flops(config, 512, seq_len=64, num_loops=num_loops, head_passes=num_loops + 3)
         assert routed - (full - 3 * num_loops * head) == pytest.approx((num_loops + 3) * head)

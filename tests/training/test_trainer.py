@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import Tensor
 
 from looplm.errors import UserError
-from looplm.objectives import expected_loss, gate_loss, geometric_prior, routing_loss
+from looplm.objectives import expected_loss, gate_loss, geometric_prior, last_loop_loss, routing_loss
 from looplm.training.held_out import HeldOutRecord
 from looplm.training.optimizer import freeze_for, optimizer_state
 from looplm.training.recipe import CheckpointsRecipe
@@ -84,27 +84,28 @@ def test_a_batch_that_predicts_nothing_in_one_part_counts_the_others(make_model,
 
 
 OBJECTIVES = [
-    (expected_loss, {"beta": 0.3}, {}),
-    (expected_loss, {"beta": 0.3, "smoothing": 0.2}, {}),
+    (expected_loss, {"kind": "expected_loss", "beta": 0.3}, {"beta": 0.3}),
+    (expected_loss, {"kind": "expected_loss", "beta": 0.3, "smoothing": 0.2}, {"beta": 0.3, "smoothing": 0.2}),
     (
         expected_loss,
-        {"beta": 0.3, "prior": {"kind": "geometric", "stop": 0.4}},
+        {"kind": "expected_loss", "beta": 0.3, "prior": {"kind": "geometric", "stop": 0.4}},
         {"beta": 0.3, "prior": geometric_prior(3, 0.4).float()},
     ),
-    (gate_loss, {"label_shift": "paper"}, {}),
-    (gate_loss, {"label_shift": "next"}, {}),
+    (last_loop_loss, {"kind": "last_loop"}, {}),
+    (gate_loss, {"kind": "gate_loss", "label_shift": "paper"}, {"label_shift": "paper"}),
+    (gate_loss, {"kind": "gate_loss", "label_shift": "next"}, {"label_shift": "next"}),
 ]
 
 
-@pytest.mark.parametrize(("function", "recipe", "options"), OBJECTIVES)
-def test_telemetry_is_the_forward_that_trained(make_model, make_stage, make_rows, function, recipe, options):
+@pytest.mark.parametrize(("function", "objective", "options"), OBJECTIVES)
+def test_telemetry_is_the_forward_that_trained(make_model, make_stage, make_rows, function, objective, options):
     """The first record is what the untouched model makes of the first batch, under the stage's own objective."""
     model = make_model()
-    stage = make_stage(objective={"kind": function.__name__, **recipe}, num_steps=1, schedule={"warmup_steps": 1})
+    stage = make_stage(objective=objective, num_steps=1, schedule={"warmup_steps": 1})
     freeze_for(model, stage.objective)
     batch = make_rows().take(2)
     output = model.model(batch["input_ids"], document_ids=batch["document_ids"], num_loops=3)
-    loss, metrics = function(model, output, batch["labels"], **(options or recipe))
+    loss, metrics = function(model, output, batch["labels"], **options)
     gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
     (record,) = run_stage(model, stage, make_rows()).records
     assert record.loss == loss.item()
