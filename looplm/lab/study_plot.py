@@ -14,6 +14,7 @@ from looplm.lab.study import Panel, Plan
 from looplm.lab.study_figures import Place, Spread, spread_of
 
 _COLOURS = ("#1f6f8b", "#c2562d", "#5a8f3d", "#7b5ea7", "#b8860b", "#555555", "#c04f7d", "#2f4b9b")
+_MOST_INSIDE = 6  # lines whose legend finds room among them
 _MARKERS, _DASHES = "os^DvPX*", ("-", "--", "-.", ":")
 
 
@@ -40,8 +41,9 @@ def _draw_panel(axes: Axes, plan: Plan, panel: Panel, places: Sequence[Place]) -
         _draw_against(axes, plan, panel, panel.against, places)
     else:
         _draw_lines(axes, panel, plan, places)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=6.5, frameon=False)
+    if count := len(axes.get_legend_handles_labels()[0]):
+        beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if count > _MOST_INSIDE else {}
+        axes.legend(fontsize=6.5, frameon=False, **beside)
 
 
 def _draw_against(axes: Axes, plan: Plan, panel: Panel, axis: str, places: Sequence[Place]) -> None:

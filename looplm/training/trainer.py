@@ -148,7 +148,7 @@ class Trainer:
                 self._signals = stack.enter_context(StopSignals())
             began = time.perf_counter() - self.seconds
             while self.step < self.plan.num_steps:
-                torch.manual_seed(step_seed(self.seed, self.stage_index, self.step, self.ranks.rank))
+                seed_torch(step_seed(self.seed, self.stage_index, self.step, self.ranks.rank), self.ranks.device)
                 result = self.train_step()
                 self.seconds = time.perf_counter() - began
                 if self._is_told(result):
@@ -422,3 +422,11 @@ def is_due(every: int | None, step: int) -> bool:
 def step_seed(seed: int, stage_index: int, step: int, rank: int) -> int:
     """Where torch's generator starts in a step: other ranks hold other rows, and draw other numbers."""
     return int(np.random.SeedSequence(seed, spawn_key=(stage_index, step, rank)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """`torch.manual_seed` for the CPU and one GPU; on a machine without GPUs that keeps a stack trace for each kind of
+    device that might come later, which takes longer than a small model's optimizer step."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
