@@ -125,9 +125,12 @@ class MultihopTask:
         return begin * self.num_relations**hops
 
     def num_trained(self, hops: int) -> int:
-        """How many of them training sees: all facts, else the share that `num_pairs` is of the longest."""
+        """How many of them training sees: all facts, else the share that `num_pairs` is of the longest, and one at
+        least on either side."""
         total = self.num_questions(hops)
-        return total if hops == 1 else max(1, round(total * self.num_pairs / self.num_questions(self.max_hops)))
+        if hops == 1:
+            return total
+        return min(total - 1, max(1, round(total * self.num_pairs / self.num_questions(self.max_hops))))
 
     def draw(self, count: int, rng: np.random.Generator) -> Documents:
         """See :class:`~looplm.lab.task.Task`: a statement, or a question of each number of hops, with equal chance."""

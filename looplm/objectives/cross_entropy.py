@@ -158,8 +158,10 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         device, dtype = head.device.type, hidden[0].dtype
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
         wide = torch.promote_types(dtype, torch.float32)
-        # needs_input_grad is told even under no_grad, where measuring a loss must not cost a backward pass.
-        wanted = grad_enabled and any(ctx.needs_input_grad)
+        # needs_input_grad is told even under no_grad, where measuring a loss must not cost a backward pass; nor must
+        # it where only the weights learn, whose gradient is the losses (a frozen model with a gate to train).
+        of_head, of_hidden = ctx.needs_input_grad[1], any(ctx.needs_input_grad[4:])
+        wanted = grad_enabled and (of_head or of_hidden)
         kept = (targets != IGNORE).flatten().nonzero().squeeze(-1)  # masked tokens never meet the head
         sweep = _Head(head.to(narrow), wide, wanted, len(kept))
         losses = weights.new_zeros((len(hidden), targets.numel()), dtype=wide)
@@ -182,7 +184,8 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         grad = upstream[0]
         losses, d_weight, *d_hidden = ctx.saved_tensors
         d_head = (d_weight * grad).to(ctx.head_dtype) if ctx.needs_input_grad[1] else None
-        return None, d_head, None, losses * grad, *(d * grad.to(d.dtype) for d in d_hidden)
+        of_states = [d * grad.to(d.dtype) for d in d_hidden] or [None] * len(ctx.needs_input_grad[4:])
+        return None, d_head, None, losses * grad, *of_states
 
 
 def weighted_cross_entropy(

@@ -13,7 +13,7 @@ from looplm.model.flops import parameter_shapes
 from looplm.training.lora import is_adapted, is_named, lora_shapes
 from looplm.training.memory import deepest, is_trained, shallowest
 from looplm.training.recipe import CheckpointModel, RunRecipe, TrainTokenizer
-from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe
+from looplm.training.stage_recipe import ExpectedLossRecipe, RoutingRecipe, StageRecipe, trains_gate_alone
 from looplm.training.steps import StepPlan
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def stage_changes(config: LoopedConfig, stage: StageRecipe) -> dict[str, int | f
         changes["num_hidden_layers"] = stage.upcycle.num_layers
     if stage.rope_theta is not None:
         changes["rope_theta"] = stage.rope_theta
-    trains_model = not isinstance(stage.objective, GateLossRecipe)
+    trains_model = not trains_gate_alone(stage.objective)
     if trains_model and isinstance(stage.num_loops, int) and not config.lora_rank:
         changes["num_loops"] = stage.num_loops
     if stage.lora is not None and stage.lora.per_loop:
@@ -114,14 +114,15 @@ def check_stage(config: LoopedConfig, stage: StageRecipe, steps: StepPlan | None
         )
     depth, objective = deepest(config, stage), stage.objective
     _check_truncation(config, stage)
-    if isinstance(objective, GateLossRecipe) and depth < 2:
+    alone = "gate_only" if isinstance(objective, ExpectedLossRecipe) else "gate_loss"
+    if trains_gate_alone(objective) and depth < 2:
         raise UserError(
-            f"Stage {stage.name}: gate_loss needs a model of 2 loops or more; after a single one nothing is decided."
+            f"Stage {stage.name}: {alone} needs a model of 2 loops or more; after a single one nothing is decided."
         )
     shapes = [*parameter_shapes(config), *lora_shapes(config, stage)]
     # After a single loop nothing is decided, and the gate gets no gradient.
     if all(depth == 1 and name.startswith("model.early_exit_gate.") for name in shapes if is_trained(name, stage)):
-        gate = ", and gate_loss trains the gate alone" * isinstance(objective, GateLossRecipe)
+        gate = f", and {alone} trains the gate alone" * trains_gate_alone(objective)
         raise UserError(f"Stage {stage.name} trains nothing: freeze covers all that it would train{gate}.")
     needed = (depth - 1) * objective.phase_steps if isinstance(objective, RoutingRecipe) else 0
     if isinstance(objective, RoutingRecipe) and steps is not None and needed >= steps.num_steps:

@@ -17,7 +17,7 @@ from looplm.errors import UserError
 from looplm.hf.checkpoint import CONFIG, read_config
 from looplm.model.flops import count_parameters, inference_flops
 from looplm.training.recipe import ConvertedModel, NewModel, RunRecipe
-from looplm.training.stage_recipe import ExpectedLossRecipe, GateLossRecipe, StageRecipe
+from looplm.training.stage_recipe import ExpectedLossRecipe, StageRecipe, trains_gate_alone
 
 DENSE = "dense"
 """The twin's run directory within that of the looped run."""
@@ -48,7 +48,7 @@ def dense_twin(recipe: RunRecipe, run_dir: Path) -> RunRecipe:
 
 def language_stages(recipe: RunRecipe) -> list[StageRecipe]:
     """The stages that train the language model."""
-    return [stage for stage in recipe.stages if not isinstance(stage.objective, GateLossRecipe)]
+    return [stage for stage in recipe.stages if not trains_gate_alone(stage.objective)]
 
 
 def _dense_model(model: Any) -> NewModel | ConvertedModel:

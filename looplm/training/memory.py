@@ -20,7 +20,7 @@ from looplm.model.config import LoopedConfig
 from looplm.model.flops import parameter_shapes
 from looplm.objectives.cross_entropy import rows_in_chunk
 from looplm.training.lora import held_bytes, is_held_narrow, lora_shapes, trains
-from looplm.training.stage_recipe import GateLossRecipe, LastLoopRecipe, RoutingRecipe, StageRecipe, UniformDepth
+from looplm.training.stage_recipe import LastLoopRecipe, RoutingRecipe, StageRecipe, UniformDepth, trains_gate_alone
 
 USABLE_SHARE = 0.9
 """Of a device's memory, what the estimate may fill."""
@@ -148,7 +148,7 @@ def is_trained(name: str, stage: StageRecipe) -> bool:
     """Whether the stage trains the parameter `name`: not frozen by pattern, in Stage II only the gate's, with the last
     loop's loss all but those, and under LoRA only corrections and what is trained besides."""
     of_gate = name.startswith("model.early_exit_gate.")
-    if isinstance(stage.objective, LastLoopRecipe if of_gate else GateLossRecipe):
+    if isinstance(stage.objective, LastLoopRecipe) if of_gate else trains_gate_alone(stage.objective):
         return False
     if stage.lora is not None and not trains(name, stage.lora):
         return False
@@ -205,7 +205,7 @@ def activation_bytes(config: LoopedConfig, stage: StageRecipe, rows: int, *, den
     per_layer = tokens * layer_bytes(config, narrow, masked_keys)
     working = tokens * (WIDE * 4 * config.hidden_size + narrow * 4 * config.intermediate_size)
     shared = tokens * (2 * WIDE * config.head_dim + masked_keys)  # cos and sin, and the boolean mask
-    if isinstance(stage.objective, GateLossRecipe):
+    if trains_gate_alone(stage.objective):
         # The language model is frozen: only what the gate reads is kept, and the states, which the head reads.
         return loops * (state + tokens * narrow * config.hidden_size) + working + shared
     kept_loops = min(loops, stage.backprop_loops or loops)

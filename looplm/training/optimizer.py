@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from looplm.errors import UserError
 from looplm.hf.modeling import LoopLMForCausalLM
 from looplm.training.lora import trains
-from looplm.training.stage_recipe import GateLossRecipe, LastLoopRecipe, LoraRecipe, Objective, OptimizerRecipe
+from looplm.training.stage_recipe import LastLoopRecipe, LoraRecipe, Objective, OptimizerRecipe, trains_gate_alone
 
 OptimizerState = dict[str, dict[str, Tensor]]
 """AdamW's `step`, `exp_avg` and `exp_avg_sq` by parameter name."""
@@ -25,7 +25,7 @@ def freeze_for(
     frozen: names of parameters within the bare model, or with the head, with wildcards ("embed_tokens.*",
         "lm_head.*"). Raises UserError for a name that fits nothing, and when nothing is left to train.
     """
-    gate_only = isinstance(objective, GateLossRecipe)
+    gate_only = trains_gate_alone(objective)
     model.requires_grad_(not gate_only)
     model.model.early_exit_gate.requires_grad_(True)
     names = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}

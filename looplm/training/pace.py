@@ -6,7 +6,7 @@ import torch
 
 from looplm.model.config import LoopedConfig
 from looplm.training.depth import head_passes
-from looplm.training.stage_recipe import GateLossRecipe, StageRecipe
+from looplm.training.stage_recipe import StageRecipe, trains_gate_alone
 from looplm.training.telemetry_device import peak_flops, step_flops
 
 
@@ -33,7 +33,7 @@ class Pace:
             seq_len=seq_len,
             num_loops=num_loops,
             backprop_loops=self.stage.backprop_loops,
-            gate_only=isinstance(self.stage.objective, GateLossRecipe),
+            gate_only=trains_gate_alone(self.stage.objective),
             head_passes=head_passes(self.stage.objective, num_loops),
         )
         if self.stage.lora is not None:  # half of the backward pass is the gradients of weights, which are frozen

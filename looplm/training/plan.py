@@ -26,7 +26,7 @@ from looplm.training.memory import (
 )
 from looplm.training.recipe import RunRecipe
 from looplm.training.schedule import learning_rate_share
-from looplm.training.stage_recipe import GateLossRecipe, RoutingRecipe, StageRecipe
+from looplm.training.stage_recipe import RoutingRecipe, StageRecipe, trains_gate_alone
 from looplm.training.steps import StepPlan
 
 
@@ -211,7 +211,7 @@ def stage_flops(config: LoopedConfig, stage: StageRecipe, steps: StepPlan, *, at
 
     def at(depth: int, num_tokens: int) -> float:
         flops = training_flops(config, num_tokens, depth, seq_len=seq_len)
-        if isinstance(stage.objective, GateLossRecipe):
+        if trains_gate_alone(stage.objective):
             return flops / 3
         head = 2 * num_tokens * config.vocab_size * config.hidden_size
         flops -= head * (3 * depth - head_passes(stage.objective, depth))

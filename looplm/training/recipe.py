@@ -9,7 +9,7 @@ from looplm.data.recipe import DataRecipe, RecordSource, ShardsSource, source_la
 from looplm.data.tokenizer import MIN_VOCAB_SIZE
 from looplm.model.config import LoopedConfig
 from looplm.strict import Strict
-from looplm.training.stage_recipe import GateLossRecipe, Name, StageRecipe
+from looplm.training.stage_recipe import Name, StageRecipe, trains_gate_alone
 
 _TYPES = get_type_hints(LoopedConfig)
 
@@ -261,10 +261,10 @@ class RunRecipe(Strict):
             raise ValueError("a looped checkpoint has no dense twin; baseline: dense wants model.kind new or convert.")
         if self.evaluation is None:
             raise ValueError("baseline: dense compares held-out losses, and so needs an evaluation section.")
-        gate_only = [isinstance(stage.objective, GateLossRecipe) for stage in self.stages]
+        gate_only = [trains_gate_alone(stage.objective) for stage in self.stages]
         if gate_only[0] or gate_only != sorted(gate_only):
             raise ValueError(
-                "the dense twin has no gate: with baseline: dense, stages of gate_loss stand behind all others."
+                "the dense twin has no gate: with baseline: dense, stages that train it alone stand behind all others."
             )
         depth = self.stages[gate_only.index(True) - 1 if any(gate_only) else -1].num_loops
         measured = self.evaluation.max_loops or 2 + (

@@ -78,6 +78,8 @@ class ExpectedLossRecipe(Strict):
     smoothing: float = Field(default=0.0, ge=0, lt=1)
     """eps of the smoothed loss (Closing the Loop 4.2)."""
     prior: Literal["uniform"] | GeometricPrior = "uniform"
+    gate_only: bool = False
+    """Train the gate alone, the language model frozen: Stage II by Stage I's loss instead of by labels."""
 
 
 class LastLoopRecipe(Strict):
@@ -106,6 +108,11 @@ class RoutingRecipe(Strict):
 Objective = Annotated[
     ExpectedLossRecipe | LastLoopRecipe | GateLossRecipe | RoutingRecipe, Field(discriminator="kind")
 ]
+
+
+def trains_gate_alone(objective: Objective) -> bool:
+    """Whether the language model is frozen."""
+    return isinstance(objective, GateLossRecipe) or (isinstance(objective, ExpectedLossRecipe) and objective.gate_only)
 
 
 class UniformDepth(Strict):

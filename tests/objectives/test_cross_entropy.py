@@ -196,6 +196,18 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other():
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
+def test_where_only_the_weights_learn_the_head_is_run_forward_alone():
+    head, hidden, targets, weights = inputs(3)
+    expected = value_and_gradients(plain, (head, hidden, targets, weights))
+    with Recorder() as measuring, torch.no_grad():
+        weighted_cross_entropy(head, hidden, targets, weights)
+    with Recorder() as recorder:
+        value, _ = weighted_cross_entropy(head.detach(), [state.detach() for state in hidden], targets, weights)
+        (gradient,) = torch.autograd.grad(3 * value, [weights])
+    torch.testing.assert_close(gradient, expected[-1], rtol=0, atol=1e-12)
+    assert recorder.num_products == measuring.num_products > 0
+
+
 def test_tied_embeddings_get_the_gradient_of_both_uses(make_model, make_batch):
     model = make_model(tie_word_embeddings=True)
     ids, labels = make_batch()

@@ -20,6 +20,9 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"stage": FOUR_ROWS | {"num_steps": 20}, "dtype": "float32"},
     "drawn depth": {"stage": FOUR_ROWS | {"num_loops": {"kind": "uniform", "min": 1, "max": 4}}},
     "gate": {"stage": FOUR_ROWS | {"objective": {"kind": "gate_loss"}}, "model": {"tie_word_embeddings": False}},
+    "gate by expected loss": {
+        "stage": FOUR_ROWS | {"objective": {"kind": "expected_loss", "beta": 0.1, "gate_only": True}}
+    },
     "one loop": {"stage": FOUR_ROWS | {"num_loops": 1}, "model": {"num_loops": 1}},
     "routing": {"stage": FOUR_ROWS | {"objective": {"kind": "routing", "phase_steps": 2}}},
     "last loop": {"stage": FOUR_ROWS | {"objective": {"kind": "last_loop"}, "micro_batch_rows": 1}},
@@ -64,7 +67,7 @@ def test_the_cases_train_what_they_say(both: tuple[dict[str, Any], dict[str, Any
         trained = both[1][case]["state"]
         moved = {n for n, p in start.named_parameters() if not torch.equal(trained[f"model.{n}"].double(), p.data)}
         gate = {"model.early_exit_gate.weight", "model.early_exit_gate.bias"}
-        if case == "gate":
+        if case in ("gate", "gate by expected loss"):
             assert moved == gate
         else:
             assert "model.layers.0.self_attn.q_proj.weight" in moved

@@ -100,6 +100,10 @@ def test_stage_two_costs_its_forward_alone() -> None:
     assert gate.num_trained == 2049 and full.num_trained == 1_434_652_673
     assert gate.length is not None and full.length is not None
     assert gate.length.flops == pytest.approx(full.length.flops / 3)
+    other = plan("two_stage_1p4b", "stages.0.objective={kind: expected_loss, beta: 0.1, gate_only: true}").stages[0]
+    assert (other.num_trained, other.length) == (gate.num_trained, gate.length)
+    last = plan("two_stage_1p4b", "stages.0.objective={kind: last_loop}").stages[0]
+    assert last.num_trained == full.num_trained - gate.num_trained
 
 
 def test_drawn_truncated_and_growing_depths() -> None:
@@ -163,6 +167,8 @@ def test_truncation_that_leaves_nothing_behind(overrides: list[str]) -> None:
         (["stages.0.objective={kind: routing, phase_steps: 100}"], {}, "the routing curriculum needs 3 phases of 100"),
         (["stages.0.objective={kind: gate_loss}", "stages.0.num_loops=", "model.architecture.num_loops=1"], {},
          "gate_loss needs a model of 2 loops"),
+        (["stages.0.objective={kind: expected_loss, beta: 0.1, gate_only: true}", "stages.0.num_loops=1"], {},
+         "gate_only needs a model of 2 loops"),
         (["stages.0.freeze=['*']"], {}, "Stage pretrain trains nothing: freeze covers all that it would train"),
         (["stages.0.backprop_loops=5"], {}, "backprop_loops is 5, and the stage runs 4 loops at most"),
         (["stages.0.micro_batch_rows=1000"], {}, "micro_batch_rows is 1000, and a step has"),

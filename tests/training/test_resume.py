@@ -21,8 +21,9 @@ OBJECTIVES = [
     {"kind": "gate_loss"},
     {"kind": "routing", "phase_steps": 3},
     {"kind": "last_loop"},
+    {"kind": "expected_loss", "beta": 0.05, "gate_only": True},
 ]
-NAMES = ["expected_loss", "gate_loss", "routing", "last_loop"]
+NAMES = ["expected_loss", "gate_loss", "routing", "last_loop", "gate_only"]
 UNTOLD = ("seconds", "tokens_per_second", "memory_bytes")
 
 

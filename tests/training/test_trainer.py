@@ -91,6 +91,7 @@ OBJECTIVES = [
         {"kind": "expected_loss", "beta": 0.3, "prior": {"kind": "geometric", "stop": 0.4}},
         {"beta": 0.3, "prior": geometric_prior(3, 0.4).float()},
     ),
+    (expected_loss, {"kind": "expected_loss", "beta": 0.3, "gate_only": True}, {"beta": 0.3}),
     (last_loop_loss, {"kind": "last_loop"}, {}),
     (gate_loss, {"kind": "gate_loss", "label_shift": "paper"}, {"label_shift": "paper"}),
     (gate_loss, {"kind": "gate_loss", "label_shift": "next"}, {"label_shift": "next"}),
