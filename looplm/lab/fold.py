@@ -6,10 +6,11 @@ The answer follows the last digit directly. Nothing marks the end, so a model fo
 only the answer of the whole expression is ever labelled, never a partial result.
 
 Every row of the table is a permutation of the digits, drawn from a seed, and digits are independent and uniform.
-Whatever has been folded so far, the next digit then makes the result uniform: among all expressions the ten answers are
-equally frequent at every k (among the hundred that k = 2 holds out they are not quite). A table of independent entries has favourite answers, and some reach only a few. Columns are left free: were
-they permutations too (a Latin square), one unseen digit would hide the answer entirely, and nothing would reward the
-last lookups before the first are learnt. How far the last digits alone go says `FoldTask.guess_accuracy`.
+Whatever has been folded so far, the next digit then makes the result uniform: among all expressions the ten answers
+are equally frequent at every k (among the hundred that k = 2 holds out they are not quite). A table of independent
+entries has favourite answers, and some reach only a few. Columns are left free: were they permutations too (a Latin
+square), one unseen digit would hide the answer entirely, and nothing would reward the last lookups before the first
+are learnt. How far the last digits alone go says `FoldTask.guess_accuracy`.
 
 From k = 2 on, one expression in ten is held out: training never draws it, evaluation draws nothing else, so that what
 is measured is folding and not memory. At k = 1 there is only the table itself, which training must see whole.
