@@ -3,22 +3,23 @@
 A study is a small file in `studies/`. Each of its cells is an ordinary recipe (:mod:`looplm.training.recipe`): a base
 from `studies/base/`, the preset's values, those of the cell's place in the grid, and a seed.
 
-Reading order: here (which cells there are) -> `study_run` (processes) -> `study_cell` (one of them, and what is
-measured) -> `study_results` (table, plot, results.json).
+Reading order: here (which cells there are; in `study_grid`, what each sets) -> `study_run` (processes) -> `study_cell`
+(one of them, and what is measured) -> `study_results` (table, plot, results.json).
 """
 
 import importlib
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from looplm.data.recipe import GeneratorSource
 from looplm.errors import UserError
+from looplm.lab.study_figures import GENERAL, IN_A_TABLE, Kind
+from looplm.lab.study_grid import Grid, Layer, apply_layers, levels_of
 from looplm.strict import Strict, nearest, parse
 from looplm.training.baseline import language_stages
 from looplm.training.recipe import NewModel, RunRecipe
@@ -27,28 +28,7 @@ from looplm.training.recipe_file import Origins, apply_override, read_text, read
 STUDIES = Path(__file__).parent / "studies"
 """The studies that come with the package, known by name; their bases lie in `base/`."""
 
-SHAPE = "shape"
-"""The axis whose levels are "KxR", K layers looped R times: "2x6" beside "2x1" (as many parameters, dense) and "12x1"
-(as much work, dense)."""
-
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-
-Override = str | list[str]
-"""key=value, as on the command line of `looplm train`; or several."""
-
-
-class Values(Strict):
-    """An axis that sets one key of the recipe to each of some values, which also name its levels."""
-
-    key: str
-    values: list[str | int | float] = Field(min_length=1)
-
-
-Axis = Annotated[list[str] | Values | dict[str, Override], Field(union_mode="left_to_right")]
-"""Levels of the axis `shape`; the values of a key; or overrides by the name of the level."""
-
-Grid = dict[str, Axis]
-"""Axes by their names; cells are all their combinations."""
 
 
 class Panel(Strict):
@@ -65,6 +45,11 @@ class Panel(Strict):
     """Of the vertical axis; the figure's name when None."""
     over: str | None = None
     """Of the horizontal axis."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What may be drawn."""
+        return ("number",) if self.against is not None else ("number", "list", "curve")
 
 
 class Preset(Strict):
@@ -162,15 +147,23 @@ def plan_study(name: str | Path, preset: str, *, seeds: int | None = None, overr
     if preset not in sizes:
         raise UserError(f"The study {name} has no preset {preset}; there is {' and '.join(sizes)}.")
     chosen = sizes[preset]
+    grids = _grids(study, chosen)
+    _check_shown(study, list(grids[0]))
+    for function in (study.tokenizer, study.measure):
+        if function is not None:
+            import_named(function)
     base = file.parent / chosen.base if chosen.base.endswith(".yaml") else STUDIES / "base" / f"{chosen.base}.yaml"
     cells: list[Cell] = []
-    for grid in _grids(study, chosen):
-        _check_overrides(overrides, grid, study, name)
+    for grid in grids:
         for names in product(*grid.values()):
             levels = dict(zip(grid, names, strict=True))
-            own = [text for axis, level in levels.items() for text in grid[axis][level]]
+            layers = [
+                Layer(overrides, "", ""),
+                *(Layer(grid[axis][level], f" of the axis {axis}", f"along {axis}") for axis, level in levels.items()),
+            ]
             for seed in range(chosen.seeds if seeds is None else seeds):
-                cells.append(_cell(study, base, levels, (*chosen.overrides, *overrides, *own), seed))
+                cells.append(_cell(study, base, levels, chosen.overrides, layers, seed))
+    _check_cells(cells)
     return Plan(name=name, study=study, preset=preset, cells=tuple(cells))
 
 
@@ -178,7 +171,7 @@ def _grids(study: Study, preset: Preset) -> list[dict[str, dict[str, list[str]]]
     """Overrides by axis and level. Raises UserError for a study without axes, and grids with different ones."""
     given = preset.grid if preset.grid is not None else study.grid
     grids = [
-        {axis: _levels(axis, levels) for axis, levels in grid.items()}
+        {axis: levels_of(axis, levels) for axis, levels in grid.items()}
         for grid in (given if isinstance(given, list) else [given])
     ]
     if not grids or not grids[0] or any(list(grid) != list(grids[0]) for grid in grids):
@@ -186,21 +179,23 @@ def _grids(study: Study, preset: Preset) -> list[dict[str, dict[str, list[str]]]
     return grids
 
 
-def _check_overrides(
-    overrides: Sequence[str], grid: Mapping[str, Mapping[str, list[str]]], study: Study, name: str
-) -> None:
-    varied = {key_of(text): axis for axis, levels in grid.items() for texts in levels.values() for text in texts}
-    for text in overrides:
-        if (key := key_of(text)) in varied or key in ("seed", *study.seed_keys):
-            what = f"along {varied[key]}" if key in varied else "itself (--seeds)"
-            raise UserError(f"The override {text!r} sets what the study {name} varies {what}.")
-
-
-def _cell(study: Study, base: Path, levels: dict[str, str], overrides: Sequence[str], seed: int) -> Cell:
+def _cell(
+    study: Study, base: Path, levels: dict[str, str], preset: Sequence[str], layers: Sequence[Layer], seed: int
+) -> Cell:
+    """preset: overrides that every other layer may change."""
     data, origins = _read(base)
     name = "-".join((*levels.values(), f"seed{seed}"))
-    seeds = [f"{key}={seed}" for key in ("seed", *study.seed_keys)]
-    for text in (*overrides, *seeds):
+    own = ("name", "seed", *study.seed_keys)
+    for layer in layers:
+        for text in layer.overrides:
+            if key_of(text) in own:
+                raise UserError(f"The override {text!r}{layer.whose} sets what the study varies itself (--seeds).")
+    for text in preset:
+        apply_override(data, origins, text)
+    seeds = [f"{key}={seed}" for key in own[1:]]
+    # A mapping may bring the seed 0 of an example along, so seeds are compared where they are 0.
+    apply_layers(data, origins, [*layers, Layer(seeds, "", "itself (--seeds)")] if seed == 0 else layers)
+    for text in seeds:
         apply_override(data, origins, text)
     data["name"] = name
     recipe = parse(RunRecipe, data, f"{base.stem} ({name})", origins)
@@ -212,6 +207,58 @@ def _cell(study: Study, base: Path, levels: dict[str, str], overrides: Sequence[
     return Cell(name=name, levels=levels, seed=seed, recipe=recipe, arguments=task_arguments(study, recipe))
 
 
+def _check_cells(cells: Sequence[Cell]) -> None:
+    """Raises UserError for two cells of one name, and for two that would train the same."""
+    by_name: dict[str, Cell] = {}
+    by_recipe: dict[str, Cell] = {}
+    for cell in cells:
+        twin = by_name.setdefault(cell.name, cell)
+        if twin is not cell and twin.levels == cell.levels:
+            raise UserError(f"The place {_place(cell)} stands in two grids; take it out of one of them.")
+        if twin is not cell:
+            raise UserError(
+                f"The places {_place(twin)} and {_place(cell)} would share the directory {cell.name}; rename a level."
+            )
+        twin = by_recipe.setdefault(cell.recipe.model_dump_json(exclude={"name"}), cell)
+        if twin is not cell:
+            raise UserError(
+                f"The places {_place(twin)} and {_place(cell)} have the same recipe; leave one of them out, in "
+                "a grid of its own if need be (docs/lab.md)."
+            )
+
+
+def _place(cell: Cell) -> str:
+    return "(" + ", ".join(f"{axis} {level}" for axis, level in cell.levels.items()) + ")"
+
+
+def _check_shown(study: Study, axes: Sequence[str]) -> None:
+    """Raises UserError for what table and plot can never show."""
+    for figure in study.table:
+        _check_figure(study, figure, IN_A_TABLE, "table")
+    for panel in study.plot:
+        _check_figure(study, panel.figure, panel.kinds, "plot" if panel.against is None else "plot, over an axis,")
+        if panel.against is not None and panel.per is not None:
+            raise UserError(f"{study.title}: the panel of {panel.figure} has `against` and `per`; it can have one.")
+        for axis in (*([panel.against] if panel.against is not None else []), *(panel.per or ())):
+            if axis not in axes:
+                hint = _meant(axis, axes) or f"there is {', '.join(axes)}."
+                raise UserError(f"{study.title}: the panel of {panel.figure} names the axis {axis}; {hint}")
+
+
+def _check_figure(study: Study, figure: str, kinds: Sequence[Kind], where: str) -> None:
+    kind = GENERAL.get(figure)
+    if study.measure is None and kind is None:
+        hint = _meant(figure, GENERAL) or "docs/lab.md lists what there is."
+        raise UserError(f"{study.title}: the {where} shows {figure}, which no cell has; {hint}")
+    if kind is not None and kind not in kinds:
+        raise UserError(f"{study.title}: the {where} shows {figure}, a {kind}; it can show a {' or a '.join(kinds)}.")
+
+
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    close = nearest(name, known)
+    return None if close is None else f"did you mean {close}?"
+
+
 def task_arguments(study: Study, recipe: RunRecipe) -> dict[str, Any]:
     """The arguments of the generator that a task study's first stage reads. Raises UserError where it reads none."""
     if study.tokenizer is None:
@@ -221,39 +268,6 @@ def task_arguments(study: Study, recipe: RunRecipe) -> dict[str, Any]:
     if not isinstance(source, GeneratorSource):
         raise UserError(f"{recipe.name}: the study's task needs a generator as the first source of its first stage.")
     return dict(source.arguments)
-
-
-def _levels(axis: str, levels: Axis) -> dict[str, list[str]]:
-    """Overrides by level."""
-    if isinstance(levels, Values):
-        found = {_value_text(value): [f"{levels.key}={_value_text(value)}"] for value in levels.values}
-    elif isinstance(levels, list):
-        if axis != SHAPE:
-            raise UserError(f"The axis {axis} lists levels without saying what they set; only {SHAPE} may (2x6).")
-        found = {text: _shape_overrides(text) for text in levels}
-    else:
-        found = {name: [texts] if isinstance(texts, str) else list(texts) for name, texts in levels.items()}
-    for name in found:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):  # they name directories
-            raise UserError(f"A level of {axis} is called {name!r}; use letters, digits, dots and dashes.")
-    return found
-
-
-def shape_of(level: str) -> tuple[int, int]:
-    """(K, R) of a level "KxR". Raises UserError for anything else."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", level)
-    if found is None:
-        raise UserError(f"{level!r} is no shape; write 2x6 for two layers looped six times.")
-    return int(found[1]), int(found[2])
-
-
-def _shape_overrides(level: str) -> list[str]:
-    layers, loops = shape_of(level)
-    return [f"model.architecture.num_hidden_layers={layers}", f"model.architecture.num_loops={loops}"]
-
-
-def _value_text(value: str | int | float) -> str:
-    return f"{value:g}".replace("e+", "e") if isinstance(value, float) else str(value)
 
 
 def key_of(override: str) -> str:
@@ -269,9 +283,14 @@ def _read(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def import_named(function: str) -> Callable[..., Any]:
-    """What "module:function" names. Raises UserError where it cannot be imported."""
+    """The function that "module:function" names. Raises UserError where it cannot be imported."""
     module, _, name = function.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{function} cannot be imported: {error}.") from error
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the user's module does when imported
+        raise UserError(
+            f"{function} cannot be imported ({type(error).__name__}: {error}); is its folder on PYTHONPATH?"
+        ) from error
+    if not callable(found):
+        raise UserError(f"{function} is no function.")
+    return found

@@ -1,6 +1,6 @@
 """One cell of a study: trained by the trainer's own run, so resumable, then measured. A process of its own.
 
-python -m looplm.lab.study_cell OUT/cells/NAME
+python -m looplm.lab.study_cell OUT/cells/NAME PARENT (the process without which it shall not go on)
 
 cell.json      what the cell is, written by the runner
 recipe.yaml    its recipe
@@ -11,9 +11,14 @@ failed.txt     why the last attempt ended
 
 import json
 import math
+import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -25,6 +30,7 @@ from rich.console import Console
 from looplm.errors import UserError
 from looplm.hf.load import load, load_tokenizer
 from looplm.lab.study import import_named
+from looplm.lab.study_files import FOUND, disk_errors, locked, read_object, write_whole
 from looplm.lab.study_text import frontier_figures
 from looplm.model.config import LoopedConfig
 from looplm.model.flops import count_parameters, inference_flops, training_flops
@@ -33,9 +39,15 @@ from looplm.training.interrupt import Interrupted
 from looplm.training.recipe import RunRecipe
 from looplm.training.recipe_file import load_recipe
 from looplm.training.run import run
+from looplm.training.run_directory import RECIPE as RUN_RECIPE
 from looplm.training.stage_model import stage_directory
 
-CELL, RECIPE, RUN, FOUND, FAILED = "cell.json", "recipe.yaml", "run", "found.json", "failed.txt"
+CELL, RECIPE, RUN, FAILED = "cell.json", "recipe.yaml", "run", "failed.txt"
+
+PATIENCE_SECONDS = 60
+"""For a process of before that is still finishing its step and saving."""
+
+WATCH_SECONDS = 1.0
 
 TAIL_SHARE = 0.1
 """Last share of the steps over which training figures are averaged."""
@@ -170,33 +182,56 @@ def find(recipe: RunRecipe, run_dir: Path, measure: str | None, arguments: dict[
 
 
 def train_and_measure(directory: Path) -> None:
-    """Brings a cell to its end from wherever it was left; writes found.json. Raises what :func:`run` raises."""
-    job = json.loads((directory / CELL).read_text(encoding="utf-8"))
-    recipe = load_recipe(directory / RECIPE)
-    run(recipe, directory / RUN, resume=True, console=Console(width=110))
-    figures = find(recipe, directory / RUN, job["measure"], job["arguments"])
-    fresh = directory / f".{FOUND}"
-    fresh.write_text(json.dumps(figures) + "\n", encoding="utf-8")
-    fresh.replace(directory / FOUND)
+    """Brings a cell to its end from wherever it was left; writes found.json. Raises what :func:`run` raises, and
+    UserError where another process is at it."""
+    job = read_object(directory / CELL, ("measure", "arguments"))
+    if job is None:
+        raise UserError(f"{directory} holds no cell of a study.")
+    recipe, run_dir = load_recipe(directory / RECIPE), directory / RUN
+    busy = f"another process is still training in {directory}; wait for it or end it, and run the study again"
+    with disk_errors(directory), locked(directory, busy, PATIENCE_SECONDS):
+        if (run_dir / RUN_RECIPE).exists() and (run_dir / "tokenizer").is_dir():
+            # The run has its own copy, and the study may have been moved since.
+            recipe = recipe.model_copy(update={"tokenizer": load_recipe(run_dir / RUN_RECIPE).tokenizer})
+        run(recipe, run_dir, resume=True, console=Console(width=110))
+        figures = find(recipe, run_dir, job["measure"], job["arguments"])
+        write_whole(directory / FOUND, json.dumps(figures) + "\n")
 
 
 def main(directory: Path) -> int:
     """The exit status: 0 when the cell is finished, the signal's when it was stopped, else 2 with the reason in
-    failed.txt."""
-    (directory / FAILED).unlink(missing_ok=True)
+    failed.txt, where the disk takes it."""
     try:
+        (directory / FAILED).unlink(missing_ok=True)
         train_and_measure(directory)
     except Interrupted as stop:
         return stop.exit_status
     except UserError as error:
-        (directory / FAILED).write_text(str(error), encoding="utf-8")
-        return 2
+        return _failed(directory, str(error))
     except Exception as error:  # whatever it was, the other cells go on, and the log has the traceback
-        traceback.print_exc()
-        (directory / FAILED).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
-        return 2
+        with suppress(OSError):
+            traceback.print_exc()
+        return _failed(directory, f"{type(error).__name__}: {error}")
     return 0
 
 
+def _failed(directory: Path, reason: str) -> int:
+    with suppress(OSError):
+        write_whole(directory / FAILED, reason)
+    return 2
+
+
+def end_with(parent: int) -> None:
+    """Stops this process, as SIGTERM does, when its parent is gone: a runner that is killed tells no cell to stop."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
+    end_with(int(sys.argv[2]))
     sys.exit(main(Path(sys.argv[1])))

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from looplm.lab.study import Panel, Plan
-from looplm.lab.study_figures import Place, Spread, spread_of
+from looplm.lab.study_figures import Place, Spread, unshown
 
 _COLOURS = ("#1f6f8b", "#c2562d", "#5a8f3d", "#7b5ea7", "#b8860b", "#555555", "#c04f7d", "#2f4b9b")
 _MOST_INSIDE = 6  # lines whose legend finds room among them
@@ -37,7 +37,9 @@ def _draw_panel(axes: Axes, plan: Plan, panel: Panel, places: Sequence[Place]) -
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=7)
-    if panel.against is not None:
+    if problem := unshown(panel.figure, panel.kinds, places):
+        axes.text(0.5, 0.5, problem, transform=axes.transAxes, ha="center", fontsize=7, wrap=True)
+    elif panel.against is not None:
         _draw_against(axes, plan, panel, panel.against, places)
     else:
         _draw_lines(axes, panel, plan, places)
@@ -85,13 +87,12 @@ def _draw_lines(axes: Axes, panel: Panel, plan: Plan, places: Sequence[Place]) -
 
 
 def _line(place: Place, figure: str) -> tuple[list[float], list[Spread]] | None:
-    first = next((found[figure] for found in place.found if found.get(figure) is not None), None)
-    if isinstance(first, dict):
-        return place.curve(figure)
     spread = place.spread(figure)
+    if spread is None:
+        return place.curve(figure)
     if isinstance(spread, list):
         return [float(i) for i in range(1, len(spread) + 1)], spread
-    return None if spread is None else ([1.0], [spread_of([spread.mean])])
+    return [1.0], [spread]
 
 
 def _style(number: int) -> dict[str, Any]:

@@ -3,20 +3,39 @@
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from looplm.lab.study import SHAPE, Plan, shape_of
-from looplm.lab.study_cell import FOUND
-from looplm.lab.study_figures import Place, Spread, gather, shown, spread_of
+from looplm.errors import UserError
+from looplm.lab.study import Cell, Plan
+from looplm.lab.study_figures import IN_A_TABLE, Place, Spread, kind_of, shown, spread_of, unshown
+from looplm.lab.study_files import disk_errors, read_found, write_whole
+from looplm.lab.study_grid import SHAPE, shape_of
 
 MOST_IN_A_CELL = 8
 """Entries of a list that a cell of the table shows."""
+
+
+def finished(plan: Plan, out: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Every finished cell with its figures."""
+    for cell in plan.cells:
+        found = read_found(out / "cells" / cell.name)
+        if found is not None:
+            yield cell, found | {"seed": cell.seed}
+
+
+def gather(plan: Plan, out: Path) -> list[Place]:
+    """Every place of the grid with what its finished cells have found. Raises UserError when none has finished."""
+    cells = list(finished(plan, out))
+    if not cells:
+        raise UserError(f"No cell of {plan.name} has finished; their logs are in {out}/cells/*/log.txt.")
+    return [Place(levels, [found for cell, found in cells if cell.levels == levels]) for levels in plan.places]
 
 
 def study_table(plan: Plan, places: Sequence[Place]) -> Table:
@@ -73,10 +92,10 @@ def gaps(plan: Plan, places: Sequence[Place], figure: str) -> list[Gap]:
             dense = by_levels.get(tuple((place.levels | {SHAPE: shape}).items()))
             if dense is None:
                 continue
-            by_seed = [{one["seed"]: one[figure] for one in side.found if one.get(figure) is not None}
+            by_seed = [{one["seed"]: one[figure] for one in side.found if kind_of(one.get(figure)) == "number"}
                        for side in (place, dense)]  # fmt: skip
             both = sorted(set(by_seed[0]) & set(by_seed[1]))
-            if both and not isinstance(by_seed[0][both[0]], list):
+            if both:
                 difference = spread_of([by_seed[0][seed] - by_seed[1][seed] for seed in both])
                 found.append(Gap(place.levels, shape, kind, difference))
     return found
@@ -104,11 +123,7 @@ def runs_csv(plan: Plan, out: Path) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(RUN_COLUMNS)
-    for cell in plan.cells:
-        path = out / "cells" / cell.name / FOUND
-        if not path.exists():
-            continue
-        found = json.loads(path.read_text(encoding="utf-8"))
+    for cell, found in finished(plan, out):
         for row in found["scaling"]:
             loops = found["num_loops"]
             for loop, loss in enumerate(row["loop_losses"][:loops], start=1):
@@ -120,36 +135,54 @@ def runs_csv(plan: Plan, out: Path) -> str:
 
 
 def write_results(plan: Plan, out: Path, failed: dict[str, str], console: Console) -> None:
-    """Shows the table and writes table.txt, results.json, runs.csv and plot.svg.
+    """Writes table.txt, results.json and runs.csv, shows the table, and draws plot.svg.
 
-    Raises UserError when no cell has finished.
+    A figure that no cell has is named. Raises UserError when no cell has finished, and for a full disk.
     """
     from looplm.lab.study_plot import draw
 
     places = gather(plan, out)
+    found = gaps(plan, places, plan.study.table[0])
+    plain = Console(file=io.StringIO(), width=200)
+    _print_tables(plan, places, found, plain)
+    assert isinstance(plain.file, io.StringIO)
+    with disk_errors(out):
+        write_whole(out / "table.txt", plain.file.getvalue())
+        write_whole(out / "results.json", _results_json(plan, out, failed, found))
+        write_whole(out / "runs.csv", runs_csv(plan, out))
+        _print_tables(plan, places, found, console)
+        wanted = [(figure, IN_A_TABLE) for figure in plan.study.table]
+        wanted += [(panel.figure, panel.kinds) for panel in plan.study.plot]
+        problems = dict.fromkeys(unshown(figure, kinds, places) for figure, kinds in wanted)
+        for problem in filter(None, problems):
+            console.print(f"Warning: {problem}.", highlight=False, markup=False, soft_wrap=True)
+        write_whole(out / "plot.svg", draw(plan, places))
+    names = "table.txt, results.json, runs.csv and plot.svg"
+    console.print(f"{names} are in {out}.", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_tables(plan: Plan, places: Sequence[Place], found: Sequence[Gap], to: Console) -> None:
     # Titles stand above, since rich would wrap them to the table's width.
     tables = [(f"{plan.study.title} ({plan.preset}): mean ± standard deviation over seeds", study_table(plan, places))]
-    figure = plan.study.table[0]
-    if found := gaps(plan, places, figure):
-        title = f"Looped less dense, {figure.replace('_', ' ')}: mean ± standard deviation of the pairs of one seed"
+    if found:
+        figure = plan.study.table[0].replace("_", " ")
+        title = f"Looped less dense, {figure}: mean ± standard deviation of the pairs of one seed"
         tables.append((title, gap_table(plan, found)))
-    plain = Console(file=io.StringIO(), width=200)
     for title, table in tables:
-        for to in (console, plain):
-            to.print(title, style="bold", highlight=False, markup=False)
-            to.print(table)
-    assert isinstance(plain.file, io.StringIO)
-    (out / "table.txt").write_text(plain.file.getvalue(), encoding="utf-8")
+        to.print(title, style="bold", highlight=False, markup=False)
+        to.print(table)
+
+
+def _results_json(plan: Plan, out: Path, failed: dict[str, str], found: Sequence[Gap]) -> str:
     results = {
         "study": plan.name,
         "preset": plan.preset,
         "question": plan.study.question,
-        "cells": [{"levels": place.levels, **found} for place in places for found in place.found],
+        "cells": [
+            {"cell": cell.name, "levels": cell.levels, "seed": cell.seed, "figures": figures}
+            for cell, figures in finished(plan, out)
+        ],
         "failed": failed,
-        "gaps": [{**vars(gap), "figure": figure, "difference": vars(gap.difference)} for gap in found],
+        "gaps": [{**vars(gap), "figure": plan.study.table[0], "difference": vars(gap.difference)} for gap in found],
     }
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    (out / "runs.csv").write_text(runs_csv(plan, out), encoding="utf-8")
-    (out / "plot.svg").write_text(draw(plan, places), encoding="utf-8")
-    names = "table.txt, results.json, runs.csv and plot.svg"
-    console.print(f"{names} are in {out}.", highlight=False, markup=False, soft_wrap=True)
+    return json.dumps(results, indent=1) + "\n"

@@ -6,7 +6,7 @@
     OUT/results.json, table.txt, plot.svg, runs.csv     what they have come to (looplm.lab.study_results)
 
 A finished cell is read back. One that was stopped or killed goes on from its own last checkpoint, one that failed is
-tried again from there, and neither keeps the others from running.
+tried again from there, and neither keeps the others from running. One process at a time runs a study in a directory.
 """
 
 import json
@@ -27,16 +27,18 @@ from looplm.data.tokenizer import train_tokenizer
 from looplm.errors import UserError
 from looplm.hf.save import save_tokenizer
 from looplm.lab.study import Cell, Plan, import_named
-from looplm.lab.study_cell import CELL, FAILED, FOUND, RECIPE
+from looplm.lab.study_cell import CELL, FAILED, RECIPE
+from looplm.lab.study_files import FOUND, LOCK, disk_errors, locked, read_found, read_object, write_whole
 from looplm.model.flops import count_parameters
 from looplm.training.architectures import stage_configs, starting_config
 from looplm.training.interrupt import StopSignals
 from looplm.training.plan import plan_run
 from looplm.training.recipe import LoadTokenizer, NewModel, RunRecipe, TrainTokenizer
-from looplm.training.recipe_file import dump_recipe
+from looplm.training.recipe_file import dump_recipe, parse_recipe
 
 POLL_SECONDS = 0.2
 LOG = "log.txt"
+STUDY = "study.json"
 
 
 class StudyStopped(KeyboardInterrupt):
@@ -80,25 +82,33 @@ def run_study(
 ) -> dict[str, str]:
     """Runs every cell that is not finished; returns the reason of each that failed, by its name.
 
-    Raises UserError where `out` holds another study or this one with other settings; StudyStopped on Ctrl-C and
-    SIGTERM, after the cells have saved.
+    Raises UserError where `out` holds another study or this one with other settings, where another process runs it,
+    and for a full disk; StudyStopped on Ctrl-C and SIGTERM, after the cells have saved.
     """
     console = console or Console(quiet=True)
-    check_directory(plan, out)
-    pending = [cell for cell in plan.cells if not (out / "cells" / cell.name / FOUND).exists()]
-    slots = slots_of_machine(processes)[: max(1, len(pending))]
+    slots = slots_of_machine(processes)
+    busy = f"Another process is running the study in {out}. Wait for it or stop it, or choose another one with --out."
+    with disk_errors(out):
+        make_directory(out)
+        with locked(out, busy):
+            check_directory(plan, out)
+            return _run_pending(plan, slots, out, console)
+
+
+def _run_pending(plan: Plan, slots: Sequence[Slot], out: Path, console: Console) -> dict[str, str]:
+    pending = [cell for cell in plan.cells if read_found(out / "cells" / cell.name) is None]
+    slots = slots[: max(1, len(pending))]
     console.print(
         f"{plan.name} ({plan.preset}): {len(plan.cells)} cells, {len(plan.cells) - len(pending)} finished before, "
         f"{len(slots)} at a time on {slots[0].environment['OMP_NUM_THREADS']} thread(s) each.", highlight=False
     )  # fmt: skip
-    if pending:
-        prepare_cells(plan, pending, out, console)
-        _run_all(pending, slots, out, console)
-    return {
-        cell.name: _reason(out / "cells" / cell.name)
-        for cell in plan.cells
-        if not (out / "cells" / cell.name / FOUND).exists()
-    }
+    for cell in pending:
+        if (file := out / "cells" / cell.name / FOUND).exists():
+            console.print(f"{file} is damaged; the cell is measured again.", highlight=False, markup=False)
+    if not pending:
+        return {}
+    prepare_cells(plan, pending, out, console)
+    return _run_all(pending, slots, out, console)
 
 
 # --- Before the first cell ------------------------------------------------------------------------------------------
@@ -110,19 +120,27 @@ def identity(plan: Plan) -> dict[str, Any]:
     return {"study": plan.name, "preset": plan.preset, **study}
 
 
-def check_directory(plan: Plan, out: Path) -> None:
-    """Claims `out` for the study, or finds it there. Raises UserError for anything else."""
-    claimed = out / "study.json"
-    if not claimed.exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def make_directory(out: Path) -> None:
+    """Raises UserError for a file, and for a directory of something else."""
+    if out.exists():
+        names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
+        if names and not names & {STUDY, LOCK}:
             raise UserError(f"{out} is not empty and holds no study; choose another directory with --out.")
-        out.mkdir(parents=True, exist_ok=True)
-        claimed.write_text(json.dumps(identity(plan), indent=1) + "\n", encoding="utf-8")
-    elif (held := json.loads(claimed.read_text(encoding="utf-8"))) != identity(plan):
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def check_directory(plan: Plan, out: Path) -> None:
+    """Claims `out` for the study, or finds it there. Raises UserError for another one, and for damaged files."""
+    held = read_object(out / STUDY, ("study", "preset"))
+    if held is None:
+        write_whole(out / STUDY, json.dumps(identity(plan), indent=1) + "\n")
+    elif held != identity(plan):
         raise UserError(f"{out} holds the study {held['study']} ({held['preset']}); choose another one with --out.")
     for cell in plan.cells:
-        job = out / "cells" / cell.name / CELL
-        if job.exists() and json.loads(job.read_text(encoding="utf-8"))["recipe"] != dump_recipe(cell.recipe):
+        path = out / "cells" / cell.name / CELL
+        job = read_object(path, ("recipe",))
+        # Not by their text, which grows with every setting that a later version knows.
+        if job is not None and parse_recipe(job["recipe"], str(path)) != cell.recipe:
             raise UserError(
                 f"{out} holds this study with other values (see cell {cell.name}): a study's cells must differ in "
                 "nothing but the grid and the seed. Choose another directory with --out."
@@ -143,12 +161,12 @@ def prepare_cells(plan: Plan, cells: Sequence[Cell], out: Path, console: Console
         for stage in recipe.stages:
             assert stage.data is not None  # the schema asks for it
             prepare(stage.data, tokenizer, tokens, say=lambda line: console.print(line, highlight=False, markup=False))
-        (directory / RECIPE).write_text(dump_recipe(recipe), encoding="utf-8")
+        write_whole(directory / RECIPE, dump_recipe(recipe))
         job = {
             "levels": cell.levels, "seed": cell.seed, "measure": plan.study.measure, "arguments": cell.arguments,
             "recipe": dump_recipe(cell.recipe),
         }  # fmt: skip
-        (directory / CELL).write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
+        write_whole(directory / CELL, json.dumps(job, indent=1) + "\n")
 
 
 def with_tokenizer(plan: Plan, cell: Cell, out: Path) -> tuple[RunRecipe, Any]:
@@ -190,8 +208,9 @@ def with_vocabulary(recipe: RunRecipe, vocab_size: int) -> RunRecipe:
 # --- Processes ------------------------------------------------------------------------------------------------------
 
 
-def _run_all(pending: Sequence[Cell], slots: Sequence[Slot], out: Path, console: Console) -> None:
-    waiting, free = list(pending), list(slots)
+def _run_all(pending: Sequence[Cell], slots: Sequence[Slot], out: Path, console: Console) -> dict[str, str]:
+    """The reasons of those that failed."""
+    waiting, free, failed = list(pending), list(slots), dict[str, str]()
     running: dict[str, tuple[subprocess.Popen[bytes], Slot, float]] = {}
     with StopSignals() as signals:
         try:
@@ -210,39 +229,40 @@ def _run_all(pending: Sequence[Cell], slots: Sequence[Slot], out: Path, console:
                     if process.poll() is not None:
                         del running[name]
                         free.append(slot)
-                        left = len(waiting) + len(running)
-                        _tell(out / "cells" / name, process.returncode, time.monotonic() - began, left, console)
+                        reason = _why_failed(out / "cells" / name, process.returncode)
+                        if reason is not None:
+                            failed[name] = reason
+                        how = "done in" if reason is None else "FAILED after"
+                        line = f"{name}: {how} {time.monotonic() - began:.0f} s"
+                        line += f": {reason}" if reason is not None else ""
+                        console.print(f"{line} ({len(waiting) + len(running)} left)", highlight=False, markup=False,
+                                      soft_wrap=True)  # fmt: skip
                 time.sleep(POLL_SECONDS)
         finally:
             for process, _, _ in running.values():
                 if process.poll() is None:
                     process.terminate()
                     process.wait()
+    return failed
 
 
 def _start(directory: Path, slot: Slot) -> "subprocess.Popen[bytes]":
     with (directory / LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "looplm.lab.study_cell", str(directory)],
+            [sys.executable, "-m", "looplm.lab.study_cell", str(directory), str(os.getpid())],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | slot.environment,
         )  # fmt: skip
 
 
-def _tell(directory: Path, status: int, seconds: float, left: int, console: Console) -> None:
-    """One line for a process that has ended; where it left no reason, as after a kill, its status is one."""
-    if (directory / FOUND).exists():
-        line = f"{directory.name}: done in {seconds:.0f} s"
-    else:
-        if not (directory / FAILED).exists():
-            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-            (directory / FAILED).write_text(f"its process {how}", encoding="utf-8")
-        line = f"{directory.name}: FAILED after {seconds:.0f} s: {_reason(directory)}"
-    console.print(f"{line} ({left} left)", highlight=False, markup=False, soft_wrap=True)
-
-
-def _reason(directory: Path) -> str:
+def _why_failed(directory: Path, status: int) -> str | None:
+    """Why a process that has ended did not finish its cell; None where it did."""
+    if read_found(directory) is not None:
+        return None
+    if status < 0:
+        return f"its process was killed by signal {-status}"
     file = directory / FAILED
-    return file.read_text(encoding="utf-8") if file.exists() else "it was stopped; run the study again to go on"
+    reason = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+    return reason or f"its process ended with status {status} and left no reason; see its {LOG}, if the disk took one"
 
 
 # --- Plans ----------------------------------------------------------------------------------------------------------

@@ -44,3 +44,17 @@ def own(tmp_path: Path) -> Path:
     (tmp_path / "base.yaml").write_text(BASE)
     (tmp_path / "own.yaml").write_text(STUDY)
     return tmp_path / "own.yaml"
+
+
+@pytest.fixture
+def study(own: Path) -> Path:
+    """The same with one learning rate, text to train on and something to measure."""
+    base, text = own.with_name("base.yaml"), own.with_name("text.txt")
+    text.write_text("\n".join(f"one word and {i % 7} more, {i % 3}" for i in range(300)))
+    base.write_text(
+        base.read_text().replace("text.txt", str(text))
+        + "checkpoints: {every: 1, asynchronous: false}\n"
+        + f"evaluation: {{every: 2, max_tokens: 300, data: {{sources: [{{kind: files, paths: [{text}]}}]}}}}\n"
+    )
+    own.write_text(own.read_text().replace("values: [1e-2, 1e-3]", "values: [1e-2]"))
+    return own

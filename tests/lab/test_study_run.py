@@ -3,6 +3,7 @@
 Real processes, one of which fails, are in tests/cli/test_lab.py.
 """
 
+import errno
 import json
 import os
 import signal
@@ -10,37 +11,37 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from looplm.errors import UserError
-from looplm.lab import study_run
+from looplm.lab import study_cell, study_run
 from looplm.lab.study import Plan, plan_study
-from looplm.lab.study_cell import CELL, FAILED, FOUND, Told, curve, main, oscillation, scaling_rows
-from looplm.lab.study_run import StudyStopped, check_directory, prepare_cells, run_study, slots_of_machine
+from looplm.lab.study_cell import CELL, FAILED, RUN, Told, curve, main, oscillation, scaling_rows
+from looplm.lab.study_figures import GENERAL, kind_of
+from looplm.lab.study_files import FOUND, locked
+from looplm.lab.study_run import (
+    StudyStopped,
+    check_directory,
+    make_directory,
+    prepare_cells,
+    run_study,
+    slots_of_machine,
+)
 from looplm.training.trainer import Trainer
 
 QUIET = Console(quiet=True)
 
-
-@pytest.fixture
-def study(own: Path) -> Path:
-    """The same with one learning rate, text to train on and something to measure."""
-    base, text = own.with_name("base.yaml"), own.with_name("text.txt")
-    text.write_text("\n".join(f"one word and {i % 7} more, {i % 3}" for i in range(300)))
-    base.write_text(
-        base.read_text().replace("text.txt", str(text))
-        + "checkpoints: {every: 1, asynchronous: false}\n"
-        + f"evaluation: {{every: 2, max_tokens: 300, data: {{sources: [{{kind: files, paths: [{text}]}}]}}}}\n"
-    )
-    own.write_text(own.read_text().replace("values: [1e-2, 1e-3]", "values: [1e-2]"))
-    return own
+FINISHED = json.dumps(dict(num_layers=1, num_loops=1, num_parameters=1, core_parameters=1, scaling=[], train_loss=2.0))
+"""Of a cell that trained nothing."""
 
 
 def prepared(study: Path, out: Path, seeds: int = 1) -> Plan:
     plan = plan_study(study, "small", seeds=seeds)
+    make_directory(out)
     check_directory(plan, out)
     prepare_cells(plan, plan.cells, out, QUIET)
     return plan
@@ -57,11 +58,11 @@ def test_a_finished_cell_is_not_trained_again_and_seeds_can_be_added(
     out, started = tmp_path / "out", []
     plan = prepared(study, out)
     for cell in plan.cells:
-        (out / "cells" / cell.name / FOUND).write_text("{}")
+        (out / "cells" / cell.name / FOUND).write_text(FINISHED)
 
     def start(directory: Path, slot: study_run.Slot) -> "subprocess.Popen[bytes]":
         started.append(directory.name)
-        (directory / FOUND).write_text("{}")
+        (directory / FOUND).write_text(FINISHED)
         return subprocess.Popen(["true"])
 
     monkeypatch.setattr(study_run, "_start", start)
@@ -76,7 +77,7 @@ def test_a_process_that_is_killed_is_named_and_the_others_go_on(
     def start(directory: Path, slot: study_run.Slot) -> "subprocess.Popen[bytes]":
         if "deep" in directory.name:
             return subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-        (directory / FOUND).write_text("{}")
+        (directory / FOUND).write_text(FINISHED)
         return subprocess.Popen(["true"])
 
     monkeypatch.setattr(study_run, "_start", start)
@@ -103,7 +104,6 @@ def test_asked_to_stop_the_runner_stops_its_cells_and_says_so(
     with pytest.raises(StudyStopped) as stopped:
         run_study(plan_study(study, "small", seeds=1), out, processes=2, console=QUIET)
     assert stopped.value.exit_status == 143 and len(list(out.glob("cells/*/saved"))) == 2
-    assert "run the study again" in study_run._reason(out / "cells" / "0.01-deep-seed0")
 
 
 def test_a_cell_that_dies_goes_on_from_its_checkpoint_to_the_same_figures(
@@ -147,11 +147,92 @@ def test_the_figures_are_those_that_telemetry_and_model_tell(study: Path, tmp_pa
     assert found["held_out_by_loop"] == held_out["loop_losses"] and len(held_out["loop_losses"]) == 6
     assert found["held_out_loss"] == held_out["loop_losses"][3]
     assert [row["tokens"] for row in found["scaling"]] == [64, 96]
+    absent = ("state_gradients", "gradient_decades")  # the recipe measures none
+    assert {name: kind_of(value) for name, value in (found | {"warnings": ["one"]}).items()} == {
+        name: kind for name, kind in GENERAL.items() if name not in (*absent, "seconds")
+    }
     # Ends of the gate's frontier are the fixed depths.
     for name, by_loop in (("accuracy", found["accuracy_by_loop"]), ("loss", held_out["loop_losses"])):
         line = found[f"frontier_{name}"]
         assert (line["x"][0], line["x"][-1]) == (1, 4)
         assert (line["y"][0], line["y"][-1]) == pytest.approx((by_loop[0], by_loop[3]), rel=1e-4)
+    # Where the figures are damaged, they are found again without training again.
+    (directory / FOUND).write_text("{")
+    assert main(directory) == 0 and figures(directory) == found
+    assert len((directory / "run" / "telemetry.jsonl").read_text().splitlines()) == len(told)
+
+
+# --- Alone, moved, orphaned -----------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_another_process_trains_says_so(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_cell, "PATIENCE_SECONDS", 0.1)
+    directory = tmp_path / "out" / "cells" / prepared(study, tmp_path / "out").cells[0].name
+    with locked(directory, "busy"):
+        assert main(directory) == 2
+    reason = (directory / FAILED).read_text()
+    assert reason.startswith("another process is still training in") and "--resume" not in reason
+
+
+def test_a_reason_that_the_disk_does_not_take_is_no_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(study_cell, "train_and_measure", full)
+    assert main(tmp_path) == 2 and "No space left" in (tmp_path / FAILED).read_text()
+    monkeypatch.setattr(study_cell, "write_whole", full)
+    assert main(tmp_path) == 2 and list(tmp_path.iterdir()) == []
+
+
+def test_a_study_that_was_moved_goes_on(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, name = prepared(study, tmp_path / "out"), "0.01-deep-seed0"
+    step = Trainer.train_step
+
+    def dies(self: Trainer):
+        if self.step == 2:
+            raise RuntimeError("the power went out")
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", dies)
+    assert main(tmp_path / "out" / "cells" / name) == 2
+    monkeypatch.undo()
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    prepare_cells(plan, plan.cells, moved, QUIET)
+    assert main(moved / "cells" / name) == 0, (moved / "cells" / name / FAILED).read_text()
+
+
+def test_a_cell_stops_and_saves_when_its_runner_is_killed(study: Path, tmp_path: Path) -> None:
+    base = study.with_name("base.yaml")
+    base.write_text(base.read_text().replace("checkpoints: {every: 1,", "checkpoints: {every: 100000,"))
+    study.write_text(study.read_text().replace("num_steps=3", "num_steps=100000"))
+    directory = tmp_path / "out" / "cells" / prepared(study, tmp_path / "out").cells[0].name
+    code = ("import os, pathlib, subprocess, sys, time\n"
+            "command = [sys.executable, '-m', 'looplm.lab.study_cell', sys.argv[1], str(os.getpid())]\n"
+            "pathlib.Path(sys.argv[1], 'pid').write_text(str(subprocess.Popen(command).pid))\n"
+            "time.sleep(600)")  # fmt: skip
+    runner = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.DEVNULL)
+    telemetry = directory / RUN / "telemetry.jsonl"
+    try:
+        wait_for(lambda: telemetry.exists() and telemetry.read_bytes().count(b"\n") > 2)
+        runner.kill()
+        runner.wait()
+        with locked(directory, "it trains on without its runner", patience=60):
+            assert list((directory / RUN / "checkpoints").iterdir())
+    except BaseException:  # then it is still there
+        runner.kill()
+        os.kill(int((directory / "pid").read_text()), signal.SIGKILL)
+        raise
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 # --- Directories ----------------------------------------------------------------------------------------------------
@@ -185,6 +266,16 @@ def test_another_study_or_other_values_are_refused(study: Path, tmp_path: Path) 
     other.write_text(study.read_text())
     with pytest.raises(UserError, match="holds the study own"):
         run_study(plan_study(other, "small"), out, console=QUIET)
+
+
+def test_a_directory_of_a_version_with_fewer_settings_goes_on(study: Path, tmp_path: Path) -> None:
+    plan, out = plan_study(study, "small"), tmp_path / "out"
+    prepared(study, out)
+    path = out / "cells" / plan.cells[0].name / CELL
+    job = json.loads(path.read_text())
+    assert "    smoothing: 0.0\n" in job["recipe"]
+    path.write_text(json.dumps(job | {"recipe": job["recipe"].replace("    smoothing: 0.0\n", "")}))
+    check_directory(plan, out)
 
 
 def test_a_task_brings_its_own_tokenizer_and_the_measure_its_arguments(tmp_path: Path) -> None:
