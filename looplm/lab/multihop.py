@@ -150,8 +150,6 @@ class MultihopTask:
             raise UserError(f"hops is {level}; it must lie between 1 and {self.num_layers - 1}.")
         rng = np.random.default_rng((QUESTIONS, checked_seed(seed), level))
         first = self.num_trained(level) if 1 < level <= self.max_hops else 0
-        if first == self.num_questions(level):
-            raise UserError(f"Training sees all questions of {level} hops; give a smaller num_pairs.")
         numbers = rng.integers(first, self.num_questions(level), size=at_least_one("count", count))
         return self.asked(*self.question(level, torch.from_numpy(self._order(level)[numbers])))
 

@@ -137,5 +137,13 @@ def test_questions_out_of_range_are_refused():
     ):
         with pytest.raises(UserError, match=said):
             task.questions(level, count, seed)
-    with pytest.raises(UserError, match="sees all questions of 2 hops"):
-        task.questions(2, 1, 0)
+
+
+def test_shorter_questions_are_never_all_trained_on():
+    """134 of 135 questions of three hops are, and of the 45 of two hops the same share would round to all."""
+    task = MultihopTask(num_pairs=134, num_entities=20, num_relations=3, num_layers=4)
+    assert [task.num_questions(hops) - task.num_trained(hops) for hops in (2, 3)] == [1, 1]
+    held_out, trained = task.questions(2, 50, 0), TaskDocuments(task, seed=0)
+    assert len(held_out.unique(dim=0)) == 1
+    question = held_out[0].tolist()
+    assert all(document["input_ids"] != question for document in islice(trained, 4000))
