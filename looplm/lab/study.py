@@ -19,7 +19,7 @@ from pydantic import Field
 from looplm.data.recipe import GeneratorSource
 from looplm.errors import UserError
 from looplm.lab.study_figures import GENERAL, IN_A_TABLE, Kind
-from looplm.lab.study_grid import Grid, Layer, apply_layers, levels_of
+from looplm.lab.study_grid import SHAPE, Grid, Layer, apply_layers, levels_of, shape_of
 from looplm.strict import Strict, nearest, parse
 from looplm.training.baseline import language_stages
 from looplm.training.recipe import NewModel, RunRecipe
@@ -190,6 +190,8 @@ def _cell(
         for text in layer.overrides:
             if key_of(text) in own:
                 raise UserError(f"The override {text!r}{layer.whose} sets what the study varies itself (--seeds).")
+            if key_of(text) == "data_cache" or (study.tokenizer and key_of(text).startswith("tokenizer")):
+                raise UserError(f"The override {text!r}{layer.whose} sets what the study makes itself.")
     for text in preset:
         apply_override(data, origins, text)
     seeds = [f"{key}={seed}" for key in own[1:]]
@@ -201,6 +203,11 @@ def _cell(
     recipe = parse(RunRecipe, data, f"{base.stem} ({name})", origins)
     if not language_stages(recipe):
         raise UserError(f"{base}: a study needs a stage that trains the language model.")
+    if SHAPE in levels and any(stage.num_loops not in (None, shape_of(levels[SHAPE])[1]) for stage in recipe.stages):
+        raise UserError(
+            f"Stages of {name} run another number of loops than the axis {SHAPE} says ({levels[SHAPE]}); leave their "
+            "num_loops out."
+        )
     if isinstance(recipe.model, NewModel) and recipe.model.architecture.num_loops == 1:
         # After a single loop nothing is decided: a dense cell has no stage that trains the gate.
         recipe = recipe.model_copy(update={"stages": tuple(language_stages(recipe))})

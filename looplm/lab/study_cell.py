@@ -177,7 +177,10 @@ def find(recipe: RunRecipe, run_dir: Path, measure: str | None, arguments: dict[
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     figures |= frontier_figures(model.eval(), tokenizer, recipe)
     if measure is not None:
-        figures |= import_named(measure)(model, tokenizer, **arguments)
+        measured = import_named(measure)(model, tokenizer, **arguments)
+        if taken := sorted(figures.keys() & measured.keys()):
+            raise UserError(f"{measure} returns figures that every cell has already: {', '.join(taken)}. Rename them.")
+        figures |= measured
     return figures
 
 

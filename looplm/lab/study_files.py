@@ -47,9 +47,10 @@ def read_object(path: Path, keys: Sequence[str]) -> dict[str, Any] | None:
 def read_found(directory: Path) -> dict[str, Any] | None:
     """The figures of a finished cell; None where it has none yet, or they are damaged."""
     try:
-        return read_object(directory / FOUND, _EVERY_CELL_HAS)
+        found = read_object(directory / FOUND, _EVERY_CELL_HAS)
     except UserError:
         return None
+    return found if found is None or isinstance(found["scaling"], list) else None
 
 
 @contextmanager

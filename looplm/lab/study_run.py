@@ -9,6 +9,7 @@ A finished cell is read back. One that was stopped or killed goes on from its ow
 tried again from there, and neither keeps the others from running. One process at a time runs a study in a directory.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -120,6 +121,17 @@ def identity(plan: Plan) -> dict[str, Any]:
     return {"study": plan.name, "preset": plan.preset, **study}
 
 
+def read_cell(path: Path) -> dict[str, Any] | None:
+    """A cell.json; None where there is none. Raises UserError where it is damaged."""
+    try:
+        job = read_object(path, ("recipe",))
+    except UserError:
+        job = {"recipe": None}
+    if job is not None and not isinstance(job["recipe"], str):
+        raise UserError(f"{path} is damaged. Delete {path.parent}; the same command then trains that cell again.")
+    return job
+
+
 def make_directory(out: Path) -> None:
     """Raises UserError for a file, and for a directory of something else."""
     if out.exists():
@@ -138,7 +150,12 @@ def check_directory(plan: Plan, out: Path) -> None:
         raise UserError(f"{out} holds the study {held['study']} ({held['preset']}); choose another one with --out.")
     for cell in plan.cells:
         path = out / "cells" / cell.name / CELL
-        job = read_object(path, ("recipe",))
+        job = read_cell(path)
+        if job is None and (path.parent / FOUND).exists():
+            raise UserError(
+                f"{path} is missing, and nothing else says what the figures beside it are of. Delete {path.parent}; "
+                "the same command then trains that cell again."
+            )
         # Not by their text, which grows with every setting that a later version knows.
         if job is not None and parse_recipe(job["recipe"], str(path)) != cell.recipe:
             raise UserError(
@@ -179,9 +196,10 @@ def with_tokenizer(plan: Plan, cell: Cell, out: Path) -> tuple[RunRecipe, Any]:
         where = (out / "cells" / cell.name / "tokenizer").resolve()
         made = import_named(plan.study.tokenizer)(**cell.arguments)
     elif isinstance(wanted, TrainTokenizer):
-        where = (out / f"tokenizer-{wanted.vocab_size}").resolve()
         data = cell.recipe.stages[0].data
         assert data is not None
+        learnt_from = json.dumps([wanted.model_dump(mode="json"), data.model_dump(mode="json")["sources"]])
+        where = (out / f"tokenizer-{hashlib.sha256(learnt_from.encode()).hexdigest()[:8]}").resolve()
         made = None if where.exists() else train_tokenizer(
             (document.text for document in tokenizer_documents(data, wanted.max_bytes)), wanted.vocab_size
         )  # fmt: skip

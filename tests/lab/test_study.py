@@ -126,6 +126,19 @@ def test_an_override_above_what_varies_is_taken_where_nothing_of_it_is_lost(own:
 
 
 @pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stages.0.num_loops=2", "another number of loops than the axis shape says"),
+        ("tokenizer={kind: load, path: mine}", "sets what the study makes itself"),
+        ("data_cache=mine", "sets what the study makes itself"),
+    ],
+)
+def test_what_a_study_makes_itself_is_not_to_be_set(override: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        plan_study("fold", "small", overrides=[override])
+
+
+@pytest.mark.parametrize(
     ("arguments", "refused"), [("max_k: 3, seed: 7", True), ("max_k: 3, seed: 0", False), ("max_k: 3", False)]
 )
 def test_a_seed_inside_an_override_is_refused_where_it_would_be_lost(arguments: str, refused: bool) -> None:

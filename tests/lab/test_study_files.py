@@ -57,13 +57,12 @@ def test_a_cell_whose_figures_are_damaged_is_measured_again(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"study": "own"', None])
-@pytest.mark.parametrize("name", [STUDY, f"cells/0.01-deep-seed0/{CELL}"])
 def test_a_damaged_file_is_named_and_the_study_goes_on_without_it(
-    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
 ) -> None:
     out = tmp_path / "out"
     plan, started = one_finished(study, out, monkeypatch)
-    file = out / name
+    file = out / STUDY
     file.unlink()
     if content is None:
         file.mkdir()
@@ -76,6 +75,22 @@ def test_a_damaged_file_is_named_and_the_study_goes_on_without_it(
     else:
         file.unlink()
     assert run_study(plan, out, console=QUIET) == {} and started == []
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"recipe": 3}', None])
+def test_figures_without_their_recipe_are_nobodys(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    """Deleted alone, cell.json would be written anew, with whatever values the next command has."""
+    out = tmp_path / "out"
+    plan, _ = one_finished(study, out, monkeypatch)
+    file = out / f"cells/0.01-deep-seed0/{CELL}"
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    with pytest.raises(UserError, match=f"Delete {file.parent}; the same command then trains that cell again"):
+        run_study(plan, out, console=QUIET)
 
 
 def test_places_that_cannot_be_written_are_one_paragraph(

@@ -243,8 +243,19 @@ def test_cells_share_one_tokenizer_and_one_set_of_tokens(study: Path, tmp_path: 
     prepared(study, out, seeds=2)
     recipes = [(directory / "recipe.yaml").read_text() for directory in (out / "cells").iterdir()]
     assert len(recipes) == 4
+    (tokenizer,) = out.glob("tokenizer-*")
     for recipe in recipes:
-        assert f"path: {out / 'tokenizer-280'}" in recipe and f"data_cache: {out / 'tokens'}" in recipe
+        assert f"path: {tokenizer}" in recipe and f"data_cache: {out / 'tokens'}" in recipe
+
+
+def test_another_text_or_size_has_a_tokenizer_of_its_own(study: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text = study.read_text().replace(
+        "  depth:\n", "  read: {key: tokenizer.max_bytes, values: [20000, 40000]}\n  depth:\n", 1
+    )
+    study.write_text(text)
+    plan = prepared(study, out)
+    assert len(list(out.glob("tokenizer-*"))) == 2 and len(plan.cells) == 4
 
 
 def test_a_directory_of_something_else_is_refused(study: Path, tmp_path: Path) -> None:
